@@ -1,0 +1,1 @@
+"""LLM pretraining with data, tensor and pipeline parallelism in readable PyTorch."""
