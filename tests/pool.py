@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 PRELOADED = ["__main__", "torch", "torch.distributed", "numpy", "pytest", "nanotron"]
 GRACE_S = 1.0  # how long the other ranks may take to fail too, once one has failed
