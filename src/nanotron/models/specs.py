@@ -1,0 +1,88 @@
+"""The table of a model's parameters: everything there is to know about each, once.
+
+    V vocabulary   d hidden size   f intermediate size   h query heads   kv key/value heads   e head dim
+
+    embed.weight                    [V, d]        cut on dim 0 over tp; V need not divide
+    layers.i.attn_norm.weight       [d]
+    layers.i.attn.q.weight          [h·e, d]      cut on dim 0 over tp: whole heads
+    layers.i.attn.kv.weight         [2, kv·e, d]  keys | values, cut on dim 1 over tp_kv; tp_rep ranks share a head
+    layers.i.attn.out.weight        [d, h·e]      cut on dim 1 over tp
+    layers.i.mlp_norm.weight        [d]
+    layers.i.mlp.gate_up.weight     [2, f, d]     gate | up, cut on dim 1 over tp
+    layers.i.mlp.down.weight        [d, f]        cut on dim 1 over tp
+    norm.weight                     [d]
+    head.weight                     [V, d]        as embed.weight; absent when tied: then the head *is* embed.weight
+
+Where the family has them: attn.q.bias [h·e], attn.kv.bias [2, kv·e], attn.out.bias [d], attn.q_norm.weight and
+attn.k_norm.weight [e]. Fused tensors are stacked on a dim of their own, so every shard stays one cut of one dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from nanotron.params import Init, ParamSpec
+
+if TYPE_CHECKING:
+    from nanotron.config.models import ModelConfig
+
+EMBED, HEAD, FINAL_NORM = "embed.weight", "head.weight", "norm.weight"
+ONES, ZEROS = Init("ones"), Init("zeros")
+
+
+def head_name(config: ModelConfig) -> str:
+    """The parameter the output layer multiplies by: the embedding's own when the two are tied."""
+    return EMBED if config.tie_word_embeddings else HEAD
+
+
+def llama_specs(
+    config: ModelConfig, *, std: float = 0.02, scaling_method: str = "num_layers", sequence_parallel: bool = False
+) -> dict[str, ParamSpec]:
+    """Every parameter of a Llama-shaped model by global name, in the order the model uses them.
+
+    ``std`` of the normal initialisation; matrices that write to the residual stream (attn.out, mlp.down) are divided by
+    √(2·layers) (``"num_layers"``), √(2·(layer + 1)) (``"layer_index"``) or 1 (``"none"``).
+    Under ``sequence_parallel`` every replicated parameter sees only its rank's tokens, so its gradient is partial.
+    """
+    partial = ("tp",) if sequence_parallel else ()
+    vocabulary = (config.vocab_size, config.hidden_size)
+    specs = [ParamSpec(EMBED, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),))]
+    for layer in range(config.num_hidden_layers):
+        depth = {"none": 0.5, "num_layers": config.num_hidden_layers, "layer_index": layer + 1}[scaling_method.lower()]
+        specs += _layer_specs(config, f"layers.{layer}", Init("normal", std), Init("normal", std / sqrt(2 * depth)), partial)
+    specs.append(ParamSpec(FINAL_NORM, (config.hidden_size,), ONES, decay=False, partial_grad=partial))
+    if not config.tie_word_embeddings:
+        specs.append(ParamSpec(HEAD, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),)))
+    return {spec.name: spec for spec in specs}
+
+
+def _layer_specs(
+    config: ModelConfig, layer: str, init: Init, residual_init: Init, partial: tuple[str, ...]
+) -> Iterator[ParamSpec]:
+    d, f, e = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_attention_heads * e, config.num_key_value_heads * e
+    shared_heads = ("tp_rep",)  # each rank's query heads give only a part of a shared key/value head's gradient
+    local_heads = ("tp",)  # q and k norms see this rank's heads only, in either tp mode
+
+    yield ParamSpec(f"{layer}.attn_norm.weight", (d,), ONES, decay=False, partial_grad=partial)
+    yield ParamSpec(f"{layer}.attn.q.weight", (q, d), init, decay=True, shard=(("tp", 0),))
+    kv_shard = (("tp_kv", 1),)
+    yield ParamSpec(
+        f"{layer}.attn.kv.weight", (2, kv, d), init, decay=True, shard=kv_shard, partial_grad=shared_heads
+    )
+    if config.qkv_bias:
+        yield ParamSpec(f"{layer}.attn.q.bias", (q,), ZEROS, decay=False, shard=(("tp", 0),))
+        yield ParamSpec(
+            f"{layer}.attn.kv.bias", (2, kv), ZEROS, decay=False, shard=kv_shard, partial_grad=shared_heads
+        )
+    if config.qk_norm:
+        yield ParamSpec(f"{layer}.attn.q_norm.weight", (e,), ONES, decay=False, partial_grad=local_heads)
+        yield ParamSpec(f"{layer}.attn.k_norm.weight", (e,), ONES, decay=False, partial_grad=local_heads)
+    yield ParamSpec(f"{layer}.attn.out.weight", (d, q), residual_init, decay=True, shard=(("tp", 1),))
+    if config.out_bias:
+        yield ParamSpec(f"{layer}.attn.out.bias", (d,), ZEROS, decay=False, partial_grad=partial)
+    yield ParamSpec(f"{layer}.mlp_norm.weight", (d,), ONES, decay=False, partial_grad=partial)
+    yield ParamSpec(f"{layer}.mlp.gate_up.weight", (2, f, d), init, decay=True, shard=(("tp", 1),))
+    yield ParamSpec(f"{layer}.mlp.down.weight", (d, f), residual_init, decay=True, shard=(("tp", 1),))
