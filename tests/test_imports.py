@@ -1,0 +1,167 @@
+"""Who may import whom, and who must stay light: the architecture's dependency table, enforced on the sources."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "nanotron"
+
+EVERYONE_MAY = {"errors", "batch", "logging"}
+
+# part of the house -> the parts it may import. `config.model` is only that section, `config` is all of it.
+MAY_IMPORT = {
+    "errors": set(),
+    "batch": set(),
+    "logging": set(),
+    "config": set(),
+    "mesh": set(),
+    "comm": {"mesh"},
+    "params": {"mesh"},
+    "layers": {"mesh", "comm", "params", "config.model"},
+    "models": {"mesh", "comm", "params", "layers", "config.model"},
+    "pipeline": {"mesh", "comm"},
+    "optim": {"mesh", "comm", "params"},
+    "checkpoint": {"mesh", "comm", "params"},
+    "data": {"config", "mesh"},
+    "metrics": {"config", "mesh"},
+    "check": {"config", "mesh", "params", "models", "pipeline", "data", "checkpoint"},
+    "plan": {"config", "mesh", "comm", "params", "models", "pipeline", "optim"},
+    "trainer": {"*"},
+    "generate": {"*"},
+    "report": {"*"},
+    "launch": {"*", "trainer"},
+    "cli": {"*", "trainer", "launch"},
+}
+ONLY_WHEN_NAMED = {"trainer", "cli", "launch", "check"}  # what "*" leaves out: the entry points and what they start
+
+TORCH_FREE = [
+    "nanotron",
+    "nanotron.errors",
+    "nanotron.batch",
+    "nanotron.config",
+    "nanotron.mesh",
+    "nanotron.params",
+    "nanotron.models.specs",
+    "nanotron.pipeline.schedules",
+    "nanotron.pipeline.simulate",
+    "nanotron.pipeline.split",
+    "nanotron.data.probe",
+    "nanotron.check",
+    "nanotron.cli",
+]
+
+NEVER_AT_MODULE_LEVEL = {"transformers", "datasets", "wandb", "tensorboard", "torch.utils.tensorboard", "datatrove"}
+
+
+class Import(NamedTuple):
+    """One imported module and where it is written."""
+
+    module: str
+    where: str
+    runs_on_import: bool
+
+
+def imports_of(path: Path, root: Path = PACKAGE) -> Iterator[Import]:
+    """Every import statement of a file, wherever it stands; `from a import b` yields a.b, which may be a module."""
+    package = ["nanotron", *path.relative_to(root).parent.parts]
+    for node, runs in walk(ast.parse(path.read_text()), runs=True):
+        where = f"{path.relative_to(root)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, where, runs) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (Import(f"{origin}.{alias.name}", where, runs) for alias in node.names)
+
+
+def walk(node: ast.AST, runs: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """All nodes below one, each with whether it runs when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        deferred = for_types or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield child, runs
+        yield from walk(child, runs and not deferred)
+
+
+def part_of(path: Path, root: Path = PACKAGE) -> str:
+    """The part of the house a file belongs to: `models/llama.py` -> models, `mesh.py` -> mesh."""
+    return path.relative_to(root).parts[0].removesuffix(".py")
+
+
+def is_allowed(part: str, module: str) -> bool:
+    """Whether a file of `part` may import the module `nanotron.…`."""
+    names = module.split(".")[1:]
+    target = names[0] if names else ""
+    if target in {"", part} or target in EVERYONE_MAY:
+        return True
+    allowed = MAY_IMPORT[part]
+    if "*" in allowed and target in MAY_IMPORT and target not in ONLY_WHEN_NAMED:
+        return True
+    return target in allowed or ".".join(names[:2]) in allowed
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_what_its_part_may(path: Path) -> None:
+    part = part_of(path)
+    assert part in MAY_IMPORT, f"{part} is a new part of the house: say in MAY_IMPORT what it may import"
+    wrong = [
+        f"{where}: {part} may not import {module}"
+        for module, where, _ in imports_of(path)
+        if module.split(".")[0] == "nanotron" and not is_allowed(part, module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_heavy_libraries_are_imported_only_where_used(path: Path) -> None:
+    wrong = [
+        f"{where}: {module} is imported with the module"
+        for module, where, runs_on_import in imports_of(path)
+        if runs_on_import and any((module + ".").startswith(heavy + ".") for heavy in NEVER_AT_MODULE_LEVEL)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_check_needs_imports_no_torch() -> None:
+    script = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, f'{name} imports torch'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *TORCH_FREE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_rules_catch_what_they_forbid(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    path = tmp_path / "models" / "bad.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "import transformers\n"
+        "from nanotron import comm, pipeline\n"
+        "from nanotron.config.model import LlamaConfig\n"
+        "from ..config import Config\n"
+        "if TYPE_CHECKING:\n"
+        "    import datasets\n"
+        "def late():\n"
+        "    from nanotron.trainer import train\n"
+        "    import wandb\n"
+    )
+    found = list(imports_of(path, tmp_path))
+    refused = [module for module, _, _ in found if module.startswith("nanotron") and not is_allowed("models", module)]
+    assert refused == ["nanotron.pipeline", "nanotron.config.Config", "nanotron.trainer.train"]
+    assert [module for module, _, runs in found if runs and module in NEVER_AT_MODULE_LEVEL] == ["transformers"]
+    assert is_allowed("launch", "nanotron.trainer.train")
+    assert not is_allowed("generate", "nanotron.trainer.train")
