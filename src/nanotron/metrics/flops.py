@@ -1,0 +1,36 @@
+"""How many floating-point operations one training step of a dense Llama needs.
+
+Forward once, backward twice that. Attention is counted at full S² (a causal kernel may do half of it), recomputation is
+not counted: these are *model* FLOPs, the numerator of MFU (arXiv 2204.02311, appendix B, with attention at full S²).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ModelShape(Protocol):
+    """What the count reads of a model's config."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+def flops_per_step(model: ModelShape, *, num_samples: int, sequence_length: int) -> int:
+    """Model FLOPs of forward and backward over ``num_samples`` sequences.
+
+    Letters: S sequence, d hidden, h heads, k key/value heads, e head size, f feed-forward, V vocabulary.
+    """
+    s, d, f = sequence_length, model.hidden_size, model.intermediate_size
+    h, k, e = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+    projections = 2 * s * d * (h + 2 * k) * e + 2 * s * h * e * d  # q, k, v; then out
+    attention = 2 * (2 * h * s * s * e)  # scores, then the weighted sum of values
+    feed_forward = 6 * s * d * f  # gate, up, down
+    head = 2 * s * d * model.vocab_size
+    forward = model.num_hidden_layers * (projections + attention + feed_forward) + head
+    return 3 * num_samples * forward

@@ -1,0 +1,124 @@
+"""The record of a run: one row of numbers per step, told alike to the console and to every sink."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from nanotron.logging import get_logger, human_duration, human_format
+from nanotron.mesh import Mesh
+from nanotron.metrics.devices import find_device
+from nanotron.metrics.flops import flops_per_step
+from nanotron.metrics.memory import memory_gib
+from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanotron.config import Config
+
+logger = get_logger(__name__)
+
+# The order of a row's keys; whatever else a step reports follows, in the order it was given.
+LEADING_KEYS = ("step", "lm_loss", "z_loss", "grad_norm", "lr", "consumed_tokens", "consumed_samples")
+STEP_LINE_START = "iteration: "
+
+
+class Metrics:
+    """Rank 0 records every step; on the other ranks the same calls do nothing.
+
+    ``log(step, values)`` needs in ``values``: ``lm_loss``, ``lr``, ``seconds`` (of the whole step), ``num_samples`` and
+    ``num_tokens`` (of the step, all replicas), ``consumed_samples``, ``consumed_tokens``, ``stage``. Every further
+    number (``grad_norm``, ``z_loss``, …) becomes a column of its own. ``start_step`` is the step resumed from (0 when
+    fresh): rows after it, of a run that was killed, are taken back.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, run_dir: Path, *, device: torch.device, start_step: int = 0) -> None:
+        self._config, self._mesh, self._device = config, mesh, device
+        self._first_step = start_step + 1
+        self._recent_seconds: deque[float] = deque(maxlen=20)
+        self._peak_flops = _peak_flops(device, str(config.model.dtype))
+        self._sinks = _open_sinks(config, run_dir, start_step) if mesh.rank == 0 else []
+
+    def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
+        """Record one step everywhere; the console shows every ``logging.iteration_step_info_interval``-th."""
+        if self._mesh.rank != 0:
+            return
+        row = self._row(step, values)
+        for sink in self._sinks:
+            sink.write(step, row)
+        last_step = self._config.tokens.train_steps
+        self._recent_seconds.append(float(values["seconds"]))
+        if step in (self._first_step, last_step) or step % self._config.logging.iteration_step_info_interval == 0:
+            eta = (last_step - step) * median(self._recent_seconds)
+            logger.info(step_line(row, train_steps=last_step, batch_tokens=int(values["num_tokens"]), eta=eta))
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+    def _row(self, step: int, values: Mapping[str, float | int | str]) -> Row:
+        seconds, tokens = float(values["seconds"]), int(values["num_tokens"])
+        samples = int(values["num_samples"])
+        flops = flops_per_step(
+            self._config.model.model_config, num_samples=samples, sequence_length=tokens // max(samples, 1)
+        )
+        flops_per_second = flops / seconds / self._mesh.world
+        row: Row = {"step": step} | {key: values[key] for key in LEADING_KEYS if key in values}
+        row["time_per_iteration_ms"] = seconds * 1e3
+        row["tokens_per_sec"] = tokens / seconds
+        row["tokens_per_sec_per_device"] = tokens / seconds / self._mesh.world
+        row["model_tflops_per_device"] = flops_per_second / 1e12
+        if self._peak_flops is not None:
+            row["mfu"] = flops_per_second / self._peak_flops
+        row["memory_gib"] = memory_gib(self._device)
+        used = {*row, "seconds", "num_samples", "num_tokens"}
+        return row | {key: value for key, value in values.items() if key not in used}
+
+
+def step_line(row: Mapping[str, Any], *, train_steps: int, batch_tokens: int, eta: float) -> str:
+    """The console's line of one step: three significant digits, the loss with six; ``eta`` in seconds."""
+    parts = {
+        "iteration": f"{row['step']} / {train_steps}",
+        "consumed_tokens": human_format(row["consumed_tokens"]),
+        "time_per_iteration_ms": human_format(row["time_per_iteration_ms"]),
+        "tokens_per_sec": human_format(row["tokens_per_sec"]),
+        "tokens_per_sec_per_device": human_format(row["tokens_per_sec_per_device"]),
+        "global_batch_size": human_format(batch_tokens),  # in tokens, as users of these lines are used to
+        "lm_loss": f"{row['lm_loss']:#.6g}",
+    }
+    parts |= {key: human_format(row[key]) for key in ("z_loss", "grad_norm", "lr") if key in row}
+    parts["model_tflops_per_device"] = human_format(row["model_tflops_per_device"])
+    if "mfu" in row:
+        parts["mfu"] = f"{100 * row['mfu']:.1f}%"
+    parts["memory_gib"] = human_format(row["memory_gib"])
+    parts["eta"] = human_duration(eta)
+    return " | ".join(f"{key}: {value}" for key, value in parts.items())
+
+
+def _peak_flops(device: torch.device, dtype: str) -> float | None:
+    """Dense peak of this device for the dtype, FLOP/s; None when the device is not in the table (every CPU)."""
+    if device.type == "cpu":
+        return None
+    import torch
+
+    found = find_device(torch.get_device_module(device).get_device_name(device))
+    return found.peak_flops.get(dtype.removeprefix("torch.")) if found else None
+
+
+def _open_sinks(config: Config, run_dir: Path, start_step: int) -> list[Sink]:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", start_step=start_step)]
+    if config.logging.tensorboard:
+        sinks.append(TensorBoard(run_dir / "tensorboard", start_step=start_step))
+    if config.logging.wandb:
+        general = config.general
+        sinks.append(
+            WeightsAndBiases(run_dir, project=general.project, name=general.run, config=asdict(config))  # type: ignore[call-overload]
+        )
+    return sinks

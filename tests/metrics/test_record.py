@@ -1,0 +1,159 @@
+"""One row per step: console, metrics.jsonl, TensorBoard and Weights & Biases tell the same numbers."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanotron.mesh import Mesh
+from nanotron.metrics import Metrics
+
+LOSS = 5.512345678901234
+
+
+def config(**logging_keys: Any) -> Any:
+    model_config = SimpleNamespace(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=256,
+    )
+    defaults = {"iteration_step_info_interval": 1, "tensorboard": False, "wandb": False}
+    return SimpleNamespace(
+        general=SimpleNamespace(project="nanotron", run="unit"),
+        model=SimpleNamespace(model_config=model_config, dtype="float32"),
+        tokens=SimpleNamespace(train_steps=100),
+        logging=SimpleNamespace(
+            **{"iteration_step_info_interval": 1, "tensorboard": False, "wandb": False, **logging_keys}
+        ),
+    )
+
+
+def values(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "lm_loss": LOSS / step,
+        "grad_norm": 1.25,
+        "lr": 3e-4,
+        "seconds": 0.5,
+        "num_samples": 8,
+        "num_tokens": 256,
+        "consumed_samples": 8 * step,
+        "consumed_tokens": 256 * step,
+        "stage": "main",
+        **more,
+    }
+
+
+def record(folder: Path, steps: range, *, start_step: int = 0, mesh: Mesh | None = None, **logging_keys: Any) -> None:
+    metrics = Metrics(config(**logging_keys), mesh or Mesh(), folder, device=torch.device("cpu"), start_step=start_step)
+    for step in steps:
+        metrics.log(step, values(step))
+    metrics.close()
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_row_holds_the_loss_at_full_precision_and_the_derived_rates(tmp_path: Path) -> None:
+    record(tmp_path, range(1, 2))
+    (row,) = rows(tmp_path)
+    assert row["lm_loss"] == LOSS
+    assert row["time_per_iteration_ms"] == 500
+    assert row["tokens_per_sec"] == row["tokens_per_sec_per_device"] == 512
+    assert row["model_tflops_per_device"] == pytest.approx(150_994_944 / 0.5 / 1e12, rel=1e-12)
+    assert row["memory_gib"] > 0
+    assert row["stage"] == "main"
+    assert "mfu" not in row, "a CPU's peak is unknown, so it has no MFU"
+
+
+def test_rates_are_per_device_of_the_whole_mesh(tmp_path: Path) -> None:
+    record(tmp_path, range(1, 2), mesh=Mesh({"pp": 2, "dp": 2}))
+    (row,) = rows(tmp_path)
+    assert row["tokens_per_sec_per_device"] == row["tokens_per_sec"] / 4
+
+
+def test_ranks_other_than_zero_write_nothing(tmp_path: Path) -> None:
+    record(tmp_path, range(1, 3), mesh=Mesh({"pp": 2}, rank=1), tensorboard=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resuming_takes_back_the_rows_after_the_resumed_step(tmp_path: Path) -> None:
+    record(tmp_path, range(1, 6))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lm_lo')  # a kill in the middle of a line
+    record(tmp_path, range(4, 6), start_step=3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_resumed_metrics_file_is_byte_identical_to_the_uninterrupted_one(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("nanotron.metrics.record.memory_gib", lambda device: 0.25)
+    for folder in (tmp_path / "whole", tmp_path / "resumed"):
+        record(folder, range(1, 6))
+    record(tmp_path / "resumed", range(3, 6), start_step=2)
+    whole, resumed = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("whole", "resumed"))
+    assert whole == resumed
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    metrics = Metrics(config(), Mesh(), tmp_path, device=torch.device("cpu"))
+    metrics.log(1, values(1, lm_loss=float("nan")))
+    metrics.close()
+    assert rows(tmp_path)[0]["lm_loss"] is None
+
+
+def test_the_step_line_shows_the_loss_with_six_digits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="nanotron"):
+        record(tmp_path, range(1, 2))
+    (line,) = [message for message in caplog.messages if message.startswith("iteration: ")]
+    assert line.startswith(
+        "iteration: 1 / 100 | consumed_tokens: 256 | time_per_iteration_ms: 500 | tokens_per_sec: 512 |"
+    )
+    assert " | global_batch_size: 256 | lm_loss: 5.51235 | grad_norm: 1.25 | lr: 0.0003 | " in line
+    assert line.endswith(" | eta: 50s"), "99 steps of half a second are left"
+
+
+def test_the_console_keeps_to_its_interval_but_every_step_is_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="nanotron"):
+        record(tmp_path, range(1, 11), iteration_step_info_interval=4)
+    shown = [int(message.split()[1]) for message in caplog.messages if message.startswith("iteration: ")]
+    assert shown == [1, 4, 8]
+    assert len(rows(tmp_path)) == 10
+
+
+def test_tensorboard_holds_the_same_doubles_and_purges_on_resume(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    record(tmp_path, range(1, 6), tensorboard=True)
+    record(tmp_path, range(4, 6), start_step=3, tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    for key in ("lm_loss", "tokens_per_sec", "memory_gib"):
+        series = [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in events.Tensors(key)]
+        assert series == [(row["step"], row[key]) for row in rows(tmp_path)]
+
+
+def test_tensorboard_and_wandb_are_imported_only_when_asked_for(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from pathlib import Path
+import test_record
+test_record.record(Path({str(tmp_path)!r}), range(1, 3))
+print([name for name in ("tensorboard", "wandb") if name in sys.modules])
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "[]"
