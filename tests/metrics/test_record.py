@@ -33,9 +33,7 @@ def config(**logging_keys: Any) -> Any:
         general=SimpleNamespace(project="nanotron", run="unit"),
         model=SimpleNamespace(model_config=model_config, dtype="float32"),
         tokens=SimpleNamespace(train_steps=100),
-        logging=SimpleNamespace(
-            **{"iteration_step_info_interval": 1, "tensorboard": False, "wandb": False, **logging_keys}
-        ),
+        logging=SimpleNamespace(**(defaults | logging_keys)),
     )
 
 

@@ -118,7 +118,5 @@ def _open_sinks(config: Config, run_dir: Path, start_step: int) -> list[Sink]:
         sinks.append(TensorBoard(run_dir / "tensorboard", start_step=start_step))
     if config.logging.wandb:
         general = config.general
-        sinks.append(
-            WeightsAndBiases(run_dir, project=general.project, name=general.run, config=asdict(config))  # type: ignore[call-overload]
-        )
+        sinks.append(WeightsAndBiases(run_dir, project=general.project, name=general.run, config=asdict(config)))
     return sinks

@@ -77,7 +77,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, start_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # type: ignore[attr-defined]
+        from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
