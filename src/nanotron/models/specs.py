@@ -51,7 +51,9 @@ def llama_specs(
     specs = [ParamSpec(EMBED, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),))]
     for layer in range(config.num_hidden_layers):
         depth = {"none": 0.5, "num_layers": config.num_hidden_layers, "layer_index": layer + 1}[scaling_method.lower()]
-        specs += _layer_specs(config, f"layers.{layer}", Init("normal", std), Init("normal", std / sqrt(2 * depth)), partial)
+        specs += _layer_specs(
+            config, f"layers.{layer}", Init("normal", std), Init("normal", std / sqrt(2 * depth)), partial
+        )
     specs.append(ParamSpec(FINAL_NORM, (config.hidden_size,), ONES, decay=False, partial_grad=partial))
     if not config.tie_word_embeddings:
         specs.append(ParamSpec(HEAD, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),)))
@@ -69,14 +71,10 @@ def _layer_specs(
     yield ParamSpec(f"{layer}.attn_norm.weight", (d,), ONES, decay=False, partial_grad=partial)
     yield ParamSpec(f"{layer}.attn.q.weight", (q, d), init, decay=True, shard=(("tp", 0),))
     kv_shard = (("tp_kv", 1),)
-    yield ParamSpec(
-        f"{layer}.attn.kv.weight", (2, kv, d), init, decay=True, shard=kv_shard, partial_grad=shared_heads
-    )
+    yield ParamSpec(f"{layer}.attn.kv.weight", (2, kv, d), init, decay=True, shard=kv_shard, partial_grad=shared_heads)
     if config.qkv_bias:
         yield ParamSpec(f"{layer}.attn.q.bias", (q,), ZEROS, decay=False, shard=(("tp", 0),))
-        yield ParamSpec(
-            f"{layer}.attn.kv.bias", (2, kv), ZEROS, decay=False, shard=kv_shard, partial_grad=shared_heads
-        )
+        yield ParamSpec(f"{layer}.attn.kv.bias", (2, kv), ZEROS, decay=False, shard=kv_shard, partial_grad=shared_heads)
     if config.qk_norm:
         yield ParamSpec(f"{layer}.attn.q_norm.weight", (e,), ONES, decay=False, partial_grad=local_heads)
         yield ParamSpec(f"{layer}.attn.k_norm.weight", (e,), ONES, decay=False, partial_grad=local_heads)

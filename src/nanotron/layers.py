@@ -1,0 +1,319 @@
+"""The layers a model is made of; the only places where a forward meets the tensor-parallel axis are named here.
+
+b rows   s tokens of a row   t tensor-parallel ranks   d hidden size   V vocabulary   h heads   e head dim
+Activations between blocks are [b, s, d], or [b, s/t, d] under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ReduceOp
+
+from nanotron.batch import IGNORED_LABEL
+from nanotron.comm import all_gather, all_reduce, all_reduce_, reduce_scatter
+from nanotron.mesh import Mesh
+
+Enter = Literal["copy", "gather"]
+Exit = Literal["sum", "scatter"]
+
+
+class WeightGrads:
+    """Where the weight gradients of one chunk go: into flat gradient buffers, at once or when the schedule says W.
+
+    ``into`` maps a weight to the view of its gradient buffer that it accumulates into; a weight that is not in it gets
+    its gradient from autograd as usual. ``ready(weight)`` is called after each contribution.
+    """
+
+    def __init__(self) -> None:
+        self.into: dict[Tensor, Tensor] = {}
+        self.ready: Callable[[Tensor], None] = lambda weight: None
+        self.defer = False
+        self._jobs: list[Callable[[], None]] = []
+
+    def add(self, weight: Tensor, accumulate: Callable[[Tensor], None]) -> None:
+        """Have ``accumulate(buffer)`` add this microbatch's gradient of ``weight``: now, or when the job is run."""
+        if self.defer:
+            self._jobs.append(partial(self._run, weight, accumulate))
+        else:
+            self._run(weight, accumulate)
+
+    def take(self) -> list[Callable[[], None]]:
+        """The jobs deferred since the last call, oldest first; each must be run exactly once."""
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def _run(self, weight: Tensor, accumulate: Callable[[Tensor], None]) -> None:
+        accumulate(self.into[weight])
+        self.ready(weight)
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How one chunk's layers are spread over the tp axis, and where their weight gradients go."""
+
+    mesh: Mesh
+    weight_grads: WeightGrads
+    sequence_parallel: bool = False
+    recompute_allgather: bool = True
+    """Keep only this rank's tokens of a gathered input for backward and gather it again there."""
+
+    @property
+    def enter(self) -> Enter:
+        """How activations enter a column-cut matmul."""
+        return "gather" if self.sequence_parallel else "copy"
+
+    @property
+    def exit(self) -> Exit:
+        """How the partial results of a row-cut matmul are summed."""
+        return "scatter" if self.sequence_parallel else "sum"
+
+
+# ------------------------------------------------------------------- linear
+
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    tp: TensorParallel,
+    *,
+    enter: Enter | None = None,
+    exit: Exit | None = None,
+    biases: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:
+    """x · wᵀ (+ bias) for each weight: the one matmul of every model.
+
+    x [b, s, k]; a weight [.., n, k] counts as its 2-D view [n', k] and gives [b, s, n'].
+    ``enter="gather"``: x comes as [b, s/t, k]. ``exit="scatter"``: the result leaves as [b, s/t, n'].
+    Several weights share one entry of x, and one collective for its gradient. A bias is added after the exit, once.
+
+    Forward: identity or all-gather, matmul, then nothing, all-reduce or reduce-scatter. Backward: each one's transpose.
+    The input gradient is computed first; weight gradients go to ``tp.weight_grads``.
+    """
+    outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, enter, exit, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, tp: TensorParallel, enter: Enter | None, exit: Exit | None, count: int, *params: Tensor
+    ) -> tuple[Tensor, ...]:
+        group = tp.mesh.group("tp")
+        weights, biases = params[:count], params[count:]
+        entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
+        outputs = [F.linear(entered, _matrix(w), None if exit else _at(biases, i)) for i, w in enumerate(weights)]
+        if exit == "sum":
+            outputs = [all_reduce_(y, group) for y in outputs]
+        if exit == "scatter":
+            outputs = [reduce_scatter(y, group, dim=1) for y in outputs]  # [b, s, n] -> [b, s/t, n]
+        if exit and biases:
+            outputs = [y.add_(bias) for y, bias in zip(outputs, biases, strict=True)]
+        ctx.gathers_again = enter == "gather" and tp.recompute_allgather
+        ctx.save_for_backward(x if ctx.gathers_again else entered)
+        ctx.tp, ctx.enter, ctx.exit, ctx.weights, ctx.biases = tp, enter, exit, weights, biases
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        group = ctx.tp.mesh.group("tp")
+        bias_grads = [
+            _weight_grad(ctx.tp, bias, partial(_add_sum, grad=grad))
+            for bias, grad in zip(ctx.biases, grads, strict=False)  # all of them, or none
+        ]
+        if ctx.exit == "scatter":
+            grads = tuple(all_gather(grad, group, dim=1) for grad in grads)  # [b, s/t, n] -> [b, s, n]
+        input_grad = _input_grad(grads, ctx.weights) if ctx.needs_input_grad[0] else None
+        if input_grad is not None and ctx.enter == "copy":
+            input_grad = all_reduce_(input_grad, group)
+        if input_grad is not None and ctx.enter == "gather":
+            input_grad = reduce_scatter(input_grad, group, dim=1)  # [b, s, k] -> [b, s/t, k]
+        (x,) = ctx.saved_tensors
+        x = all_gather(x, group, dim=1) if ctx.gathers_again else x
+        weight_grads = [
+            _weight_grad(ctx.tp, w, partial(_add_product, grad=grad, x=x))
+            for w, grad in zip(ctx.weights, grads, strict=True)
+        ]
+        return input_grad, None, None, None, None, *weight_grads, *bias_grads
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight.flatten(0, -2)  # [.., n, k] -> [n', k]
+
+
+def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """Σ grad · w over the weights that shared the input: [b, s, n'] -> [b, s, k]."""
+    total = grads[0] @ _matrix(weights[0])
+    for grad, weight in zip(grads[1:], weights[1:], strict=True):
+        total += grad @ _matrix(weight)
+    return total
+
+
+def _at(biases: Sequence[Tensor], i: int) -> Tensor | None:
+    return biases[i].flatten() if biases else None
+
+
+def _weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
+    """Send a weight's gradient into its buffer, or, for a weight without one, return it for autograd to keep."""
+    if weight in tp.weight_grads.into:
+        tp.weight_grads.add(weight, accumulate)
+        return None
+    grad = torch.zeros_like(weight)
+    accumulate(grad)
+    return grad
+
+
+def _add_product(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
+    """buffer += gradᵀ · x, over all tokens; in place where the dtypes allow (fp32), else with one temporary (bf16)."""
+    matrix, grad, x = _matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2)
+    if buffer.dtype == x.dtype:
+        matrix.addmm_(grad.t(), x)
+    else:
+        matrix.add_(grad.t() @ x)
+
+
+def _add_sum(buffer: Tensor, grad: Tensor) -> None:
+    """buffer += the sum of grad over all tokens."""
+    buffer.view(-1).add_(grad.flatten(0, -2).sum(0, dtype=buffer.dtype))
+
+
+# ------------------------------------------------------ vocabulary, cut over tp
+
+
+def embedding(tokens: Tensor, weight: Tensor, first_row: int, tp: TensorParallel) -> Tensor:
+    """Look up token vectors in a table whose rows are spread over tp; this rank's ``weight`` starts at ``first_row``.
+
+    tokens [b, s] -> [b, s, d], or [b, s/t, d] under sequence parallelism.
+    Forward: local look-up (zeros for foreign tokens), then all-reduce or reduce-scatter. Backward: its transpose, then
+    rows are added to the table's gradient.
+    """
+    vectors: Tensor = _Embedding.apply(tokens, weight, first_row, tp)  # type: ignore[no-untyped-call]
+    return vectors
+
+
+class _Embedding(Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int, tp: TensorParallel) -> Tensor:
+        rows, foreign = _local_ids(tokens, first_row, weight.shape[0])
+        vectors = F.embedding(rows, weight).masked_fill(foreign[..., None], 0)
+        ctx.save_for_backward(rows, foreign)
+        ctx.tp, ctx.weight = tp, weight
+        group = tp.mesh.group("tp")
+        return reduce_scatter(vectors, group, dim=1) if tp.sequence_parallel else all_reduce(vectors, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, foreign = ctx.saved_tensors
+        if ctx.tp.sequence_parallel:
+            grad = all_gather(grad, ctx.tp.mesh.group("tp"), dim=1)  # [b, s/t, d] -> [b, s, d]
+        grad = grad.masked_fill(foreign[..., None], 0)
+        return None, _weight_grad(ctx.tp, ctx.weight, partial(_add_rows, rows=rows, grad=grad)), None, None
+
+
+def _local_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Ids relative to this rank's rows [first, first + count), 0 for foreign ones, and a mask of the foreign ones."""
+    foreign = (ids < first) | (ids >= first + count)
+    return (ids - first).masked_fill(foreign, 0), foreign
+
+
+def _add_rows(buffer: Tensor, rows: Tensor, grad: Tensor) -> None:
+    buffer.index_add_(0, rows.flatten(), grad.flatten(0, -2).to(buffer.dtype))
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Sums over the valid tokens of −log p(label) and of (log Σ exp logits)², from logits spread over tp.
+
+    logits [b, s, V/t], of which this rank's columns start at ``first_column``; labels [b, s].
+    Three numbers per token cross ranks, never the logits. Forward: all-reduce max, all-reduce sum; backward: nothing.
+    Computed in float32 at least.
+    """
+    losses: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, labels, first_column, mesh)  # type: ignore[no-untyped-call]
+    return losses
+
+
+class _CrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+        group = mesh.group("tp")
+        ctx.dtype, ctx.shape = logits.dtype, logits.shape
+        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))  # [b·s, V/t]
+        labels = labels.flatten()
+        peak = all_reduce(logits.amax(-1), group, ReduceOp.MAX)
+        columns, foreign = _local_ids(labels, first_column, logits.shape[1])
+        target = (logits.gather(1, columns[:, None]).squeeze(1) - peak).masked_fill(foreign, 0)
+        exps = (logits - peak[:, None]).exp_()
+        total, target = all_reduce(torch.stack([exps.sum(-1), target]), group)
+        log_total = total.log()
+        valid = labels != IGNORED_LABEL
+        log_z = log_total + peak
+        ctx.save_for_backward(exps.div_(total[:, None]), columns, foreign, valid, log_z)
+        return (log_total - target).masked_fill(~valid, 0).sum(), log_z.masked_fill(~valid, 0).square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, lm_grad: Tensor, z_grad: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, columns, foreign, valid, log_z = ctx.saved_tensors
+        grad = softmax * ((lm_grad + 2 * z_grad * log_z) * valid)[:, None]
+        mine = (valid & ~foreign) * lm_grad
+        grad.scatter_add_(1, columns[:, None], -mine[:, None].to(grad.dtype))
+        return grad.to(ctx.dtype).view(ctx.shape), None, None, None
+
+
+# --------------------------------------------------------- norm, rotary, attention
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / √(mean of x² over the last dim + eps) · weight (arXiv 1910.07467). x [.., d], weight [d]."""
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class Rotary:
+    """Rotary position embedding (arXiv 2104.09864) for one microbatch: the angles of its positions, for all layers.
+
+    positions [b, s]; frequencies [e/2], one per pair of dims; ``interleaved`` pairs dims (2i, 2i+1), else (i, i+e/2).
+    """
+
+    def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, *, interleaved: bool) -> None:
+        angles = positions[..., None].to(frequencies.dtype) * frequencies  # [b, s, e/2]
+        self.cos, self.sin = angles.cos().to(dtype)[:, :, None], angles.sin().to(dtype)[:, :, None]  # [b, s, 1, e/2]
+        self.interleaved = interleaved
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate each pair of x [b, s, h, e] by its token's angle."""
+        one, two = (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
+        rotated = one * self.cos - two * self.sin, two * self.cos + one * self.sin
+        return torch.stack(rotated, dim=-1).flatten(-2) if self.interleaved else torch.cat(rotated, dim=-1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None) -> Tensor:
+    """Scaled dot-product attention of each token to itself and the earlier tokens of its document.
+
+    q [b, s, h, e]; k, v [b, s, kv, e], h a multiple of kv; doc_starts [b, s] or None (each row is one document).
+    Returns [b, s, h, e].
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
+    grouped = q.shape[1] != k.shape[1]
+    if doc_starts is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    if q.device.type == "cpu":  # reading the boundaries costs nothing here, and saves the s × s mask
+        return torch.stack([_attend_documents(*row, doc_starts[i]) for i, row in enumerate(zip(q, k, v, strict=True))])
+    index = torch.arange(q.shape[2], device=q.device)
+    mask = (index[:, None] >= index) & (index >= doc_starts[:, None, :, None])  # [b, 1, s, s]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor) -> Tensor:
+    """Attention document by document in one row: q [h, s, e], k and v [kv, s, e], doc_starts [s] -> [s, h, e]."""
+    starts = torch.unique_consecutive(doc_starts).tolist()
+    grouped = q.shape[0] != k.shape[0]
+    documents = []
+    for lo, hi in zip(starts, [*starts[1:], q.shape[1]], strict=True):
+        part = (q[None, :, lo:hi], k[None, :, lo:hi], v[None, :, lo:hi])
+        documents.append(F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)[0])
+    return torch.cat(documents, dim=1).transpose(0, 1)  # [h, s, e] -> [s, h, e]

@@ -1,0 +1,177 @@
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3 dense) as one pipeline chunk: some of its layers, maybe its two ends.
+
+    b rows   s tokens   t tensor-parallel ranks   d hidden size   f intermediate size   h query heads   e head dim
+    "local" sizes: h/t heads and f/t features live on a rank. x between blocks is [b, s, d], or [b, s/t, d] under
+    sequence parallelism; the blocks are the same lines either way, only the words for entering and leaving differ.
+
+The families differ in which biases and norms their parameter table has (models/specs.py), and in nothing else here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanotron.batch import Batch
+from nanotron.layers import (
+    Rotary,
+    TensorParallel,
+    WeightGrads,
+    causal_attention,
+    cross_entropy,
+    embedding,
+    linear,
+    rms_norm,
+)
+from nanotron.mesh import Mesh
+from nanotron.models.rotary import rotary_frequencies
+from nanotron.models.specs import EMBED, FINAL_NORM, head_name
+from nanotron.params import ParamSpec, draw
+
+if TYPE_CHECKING:
+    from nanotron.config.models import ModelConfig
+
+Make = Callable[[str], nn.Parameter]
+
+
+class Llama(nn.Module):
+    """One chunk: decoder layers [lo, hi), with the embedding and the head only where they belong.
+
+    ``weights`` maps global names to this chunk's local shards; ``uses`` counts how often a microbatch uses each
+    (twice for a tied embedding whose two ends meet in one chunk). Values are undefined until ``initialize`` or a load.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        specs: Mapping[str, ParamSpec],
+        mesh: Mesh,
+        *,
+        layers: tuple[int, int],
+        embed: bool,
+        head: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sequence_parallel: bool = False,
+        recompute: bool = False,
+        recompute_allgather: bool = True,
+    ) -> None:
+        super().__init__()
+        self.config, self.mesh, self.recompute = config, mesh, recompute
+        self.specs: dict[str, ParamSpec] = {}
+        self.weights: dict[str, nn.Parameter] = {}
+        self.uses: dict[str, int] = {}
+        self.weight_grads = WeightGrads()
+        self.tp = TensorParallel(mesh, self.weight_grads, sequence_parallel, recompute_allgather)
+
+        def make(name: str) -> nn.Parameter:
+            if name not in self.weights:
+                shape = specs[name].local_box(mesh).shape
+                self.specs[name] = specs[name]
+                self.weights[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+            self.uses[name] = self.uses.get(name, 0) + 1
+            return self.weights[name]
+
+        self.embed = make(EMBED) if embed else None
+        self.layers = nn.ModuleList(Block(config, make, f"layers.{i}", self.tp) for i in range(*layers))
+        self.norm = make(FINAL_NORM) if head else None
+        self.head = make(head_name(config)) if head else None
+        precision = torch.promote_types(dtype, torch.float32)
+        self.register_buffer("frequencies", rotary_frequencies(config, precision, device), persistent=False)
+
+    def initialize(self, seed: int) -> None:
+        """Draw every weight of the chunk: the same values on any layout (params.draw)."""
+        for name, weight in self.weights.items():
+            spec = self.specs[name]
+            with torch.no_grad():
+                weight.copy_(torch.from_numpy(draw(spec, spec.local_box(self.mesh), seed)))
+
+    def forward(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Run the chunk on one microbatch: (activations for the next chunk, token-sum losses, metrics).
+
+        x: None in the first chunk, else [b, s, d] ([b, s/t, d]). The last chunk returns its logits [b, s, V/t] and
+        losses {"lm": …, "z": …}; the others no losses.
+        """
+        if self.embed is not None:
+            x = embedding(batch.tokens, self.embed, self._first_row(EMBED), self.tp)  # [b, s] -> [b, s, d]
+        assert x is not None, "only the first chunk starts from tokens"
+        rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=self.config.rope_interleaved)
+        for block in self.layers:
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rotary, batch.doc_starts, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rotary, batch.doc_starts)
+        if self.head is None or self.norm is None:
+            return x, {}, {}
+        x = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        (logits,) = linear(x, [self.head], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, V/t]
+        return logits, self._losses(logits, batch.labels), {}
+
+    def _losses(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        lm, squared_log_z = cross_entropy(logits, labels, self._first_row(head_name(self.config)), self.mesh)
+        if not self.config.z_loss_enabled:
+            return {"lm": lm}
+        return {"lm": lm, "z": self.config.z_loss_coefficient * squared_log_z}
+
+    def _first_row(self, name: str) -> int:
+        return self.specs[name].local_box(self.mesh).offset[0]
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and MLP, each on normalised input and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.attn_norm = make(f"{name}.attn_norm.weight")
+        self.attn = Attention(config, make, f"{name}.attn", tp)
+        self.mlp_norm = make(f"{name}.mlp_norm.weight")
+        self.mlp = MLP(make, f"{name}.mlp", tp)
+
+    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None) -> Tensor:
+        x = x + self.attn(rms_norm(x, self.attn_norm, self.eps), rotary, doc_starts)
+        return x + self.mlp(rms_norm(x, self.mlp_norm, self.eps))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over this rank's heads (arXiv 2305.13245)."""
+
+    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp, self.eps, self.head_dim = tp, config.rms_norm_eps, config.head_dim
+        self.q, self.kv = make(f"{name}.q.weight"), make(f"{name}.kv.weight")
+        self.qkv_biases = [make(f"{name}.q.bias"), make(f"{name}.kv.bias")] if config.qkv_bias else []
+        self.q_norm = make(f"{name}.q_norm.weight") if config.qk_norm else None
+        self.k_norm = make(f"{name}.k_norm.weight") if config.qk_norm else None
+        self.out = make(f"{name}.out.weight")
+        self.out_biases = [make(f"{name}.out.bias")] if config.out_bias else []
+
+    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None) -> Tensor:
+        q, kv = linear(x, [self.q, self.kv], self.tp, enter=self.tp.enter, biases=self.qkv_biases)
+        q = q.unflatten(-1, (-1, self.head_dim))  # [b, s, h/t·e] -> [b, s, h/t, e]
+        k, v = kv.unflatten(-1, (2, -1, self.head_dim)).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        attended = causal_attention(rotary(q), rotary(k), v, doc_starts)  # [b, s, h/t, e]
+        (y,) = linear(attended.flatten(2), [self.out], self.tp, exit=self.tp.exit, biases=self.out_biases)
+        return y
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)) over this rank's features (arXiv 2002.05202)."""
+
+    def __init__(self, make: Make, name: str, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+        self.gate_up, self.down = make(f"{name}.gate_up.weight"), make(f"{name}.down.weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        (gate_up,) = linear(x, [self.gate_up], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, 2·f/t]
+        gate, up = gate_up.chunk(2, dim=-1)
+        (y,) = linear(F.silu(gate) * up, [self.down], self.tp, exit=self.tp.exit)
+        return y

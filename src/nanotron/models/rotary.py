@@ -1,0 +1,31 @@
+"""How fast each pair of head dims turns with the position, with the scalings that lengthen a trained context."""
+
+from __future__ import annotations
+
+from math import pi
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanotron.config.models import ModelConfig
+
+
+def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Radians per position of each pair of dims, [head_dim/2]: rope_theta^(−2i/head_dim), then ``rope_scaling``.
+
+    ``linear`` divides all by ``factor`` (arXiv 2306.15595). ``llama3`` divides slow ones by ``factor``, keeps fast
+    ones, and interpolates between, judged by full turns within the original context (Llama 3.1, arXiv 2407.21783).
+    """
+    dims = torch.arange(0, config.head_dim, 2, dtype=dtype, device=device)
+    frequencies = config.rope_theta ** (-dims / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * pi)  # full turns within the original context
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)  # 1: fast, kept; 0: slow, divided
+    return frequencies * (keep + (1 - keep) / scaling.factor)
