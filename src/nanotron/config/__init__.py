@@ -1,0 +1,78 @@
+"""What a run is: sections of keys, read from YAML, checked as a whole.
+
+Imports neither torch nor anything that runs a model.
+"""
+
+from nanotron.config.checkpoints import CheckpointsArgs, S3UploadArgs
+from nanotron.config.config import Config
+from nanotron.config.data import (
+    DataArgs,
+    DatasetStageArgs,
+    EmbeddedCorpusArgs,
+    NanosetDatasetsArgs,
+    PretrainDatasetsArgs,
+    SFTDatasetsArgs,
+)
+from nanotron.config.general import (
+    GeneralArgs,
+    LoggingArgs,
+    MetricsLoggingArgs,
+    ParallelismArgs,
+    ProfilerArgs,
+    TokenizerArgs,
+)
+from nanotron.config.load import get_config_from_dict, get_config_from_file
+from nanotron.config.model import (
+    ExistingCheckpointInit,
+    LlamaConfig,
+    MistralConfig,
+    ModelArgs,
+    ModelConfig,
+    Qwen2Config,
+    Qwen3Config,
+    RandomInit,
+    RopeScalingArgs,
+    SpectralMupInit,
+)
+from nanotron.config.training import (
+    AdamWOptimizerArgs,
+    LRSchedulerArgs,
+    OptimizerArgs,
+    SGDOptimizerArgs,
+    TokensArgs,
+)
+
+__all__ = [
+    "AdamWOptimizerArgs",
+    "CheckpointsArgs",
+    "Config",
+    "DataArgs",
+    "DatasetStageArgs",
+    "EmbeddedCorpusArgs",
+    "ExistingCheckpointInit",
+    "GeneralArgs",
+    "LRSchedulerArgs",
+    "LlamaConfig",
+    "LoggingArgs",
+    "MetricsLoggingArgs",
+    "MistralConfig",
+    "ModelArgs",
+    "ModelConfig",
+    "NanosetDatasetsArgs",
+    "OptimizerArgs",
+    "ParallelismArgs",
+    "PretrainDatasetsArgs",
+    "ProfilerArgs",
+    "Qwen2Config",
+    "Qwen3Config",
+    "RandomInit",
+    "RopeScalingArgs",
+    "S3UploadArgs",
+    "SFTDatasetsArgs",
+    "SGDOptimizerArgs",
+    "SpectralMupInit",
+    "TokenizerArgs",
+    "TokensArgs",
+    "get_config_from_dict",
+    "get_config_from_file",
+]

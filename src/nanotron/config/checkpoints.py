@@ -1,0 +1,40 @@
+"""Checkpoints: where, when, how many, and what a run starts from."""
+
+from __future__ import annotations
+
+from nanotron.config.keys import Derived, Float, Int, derived, key, required, section
+
+
+@section
+class CheckpointsArgs:
+    """Saving and resuming."""
+
+    checkpoints_path: Derived[str] = derived("Folder of the checkpoints.", "runs/<general.project>", min_length=1)
+    checkpoint_interval: Int = key(1000, "Steps from one checkpoint to the next.", gt=0)
+    save_initial_state: bool = key(False, "Also save before the first step.")
+    save_final_state: bool = key(True, "Also save after the last step.")
+    resume_checkpoint_path: str | None = key(
+        None,
+        "What to start from: `auto` or null, the newest complete checkpoint if any; `never`, afresh; or a path.",
+    )
+    load_lr_scheduler: bool = key(True, "On resume, also restore the step and the data position.")
+    load_optimizer: bool = key(True, "On resume, also restore the optimizer's state.")
+    checkpoints_path_is_shared_file_system: bool = key(False, "Whether every node sees the same checkpoints_path.")
+    keep_last_n: Int | None = key(None, "Newest checkpoints to keep; null keeps all.", gt=0)
+    keep_every: Int | None = key(None, "Steps whose multiples are kept whatever keep_last_n says.", gt=0)
+    interval_minutes: Float | None = key(
+        None, "Minutes after which a checkpoint is saved, beside checkpoint_interval; null is never.", gt=0
+    )
+    verify: bool = key(True, "Verify every file's checksum before loading.")
+    preempt_grace_s: Float = key(60.0, "Seconds in which a run that is told to stop has to have saved.", gt=0)
+
+
+@section
+class S3UploadArgs:
+    """Upload of checkpoints."""
+
+    upload_s3_path: str = required("Where to upload.", example="s3://bucket/run")
+    remove_after_upload: bool = required("Delete the local files afterwards.", example=True)
+    s5cmd_numworkers: Int | None = key(None, "Workers of s5cmd.", notice="s5cmd is not used")
+    s5cmd_concurrency: Int | None = key(None, "Parts per file of s5cmd.", notice="s5cmd is not used")
+    s5cmd_path: str | None = key(None, "Program file of s5cmd.", notice="s5cmd is not used")

@@ -1,0 +1,151 @@
+"""The data: stages of the run, each with its data set."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+from pydantic_core import ArgsKwargs
+
+from nanotron.config.keys import Float, Int, Section, key, required, section
+
+DEFAULT_STAGE_NAME = "Training"
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+StringList = Annotated[list[str], BeforeValidator(_as_list)]
+
+
+@section
+class EmbeddedCorpusArgs:
+    """Text that every machine has: the Python standard library's sources, with a byte-level BPE trained on them."""
+
+    corpus: Literal["stdlib"] = required("Name of the embedded corpus.", example="stdlib")
+    folder: str = key(
+        "data/stdlib-bpe4096", "Folder that it is prepared in, once; relative to the working directory.", min_length=1
+    )
+
+
+@section
+class NanosetDatasetsArgs:
+    """Folders of tokenized documents (datatrove's .ds files)."""
+
+    dataset_folder: StringList = required(
+        "A folder, a list of folders, or a mapping of folders to weights.", example="data/my_corpus", min_length=1
+    )
+    dataset_weights: list[Float] | None = key(
+        None, "Share of samples from each folder; any positive numbers.", derived="each folder's share of the tokens"
+    )
+    dataset_read_path: StringList | None = key(
+        None,
+        "Where to copy the folders' files before reading.",
+        notice="files are read where they are",
+    )
+    tokenizer_name: str | None = key(None, "Tokenizer of the folders.", derived="what the folders' .metadata files say")
+    vocab_size: Int | None = key(None, "Size of the tokenizer's vocabulary.", derived="from the tokenizer", gt=0)
+    token_size_in_bytes: Int | None = key(
+        None, "Bytes per token in the files: 2 or 4.", derived="what the folders' .metadata files say"
+    )
+    return_positions: bool = key(
+        True, "Restart positions at documents.", notice="positions restart at documents wherever boundaries are known"
+    )
+    skip_in_stream: bool = key(False, "How to skip on resume.", notice="any sample is reached at once")
+    pad_samples_to_global_batch_size: bool = key(
+        False, "Pad an epoch to whole batches.", notice="batches run on across epochs; nothing is padded"
+    )
+    dataset_max_tokens: Int | list[Int] | None = key(None, "Tokens to use of each folder; null is all.", derived="all")
+    shuffle_files: bool = key(False, "Shuffle whole files.", notice="windows are shuffled one by one, over all files")
+    use_old_brrr_dataloader: bool = key(False, "Choose another reader.", notice="there is one reader")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_weights(cls, values: Any) -> Any:
+        """Accept `dataset_folder: {folder: weight}`, as older files have it."""
+        given = values.kwargs if isinstance(values, ArgsKwargs) else values
+        folders = given.get("dataset_folder") if isinstance(given, dict) else None
+        if not isinstance(folders, dict) or given.get("dataset_weights") is not None:
+            return values
+        split = {**given, "dataset_folder": list(folders), "dataset_weights": list(folders.values())}
+        return ArgsKwargs(values.args, split) if isinstance(values, ArgsKwargs) else split
+
+
+@section
+class PretrainDatasetsArgs:
+    """Texts of Hugging Face data sets, tokenized when the run starts."""
+
+    hf_dataset_or_datasets: str | list[str] | dict[str, Float] = required(
+        "A name or folder, a list of them, or a mapping to the fraction of each to use.", example="stas/openwebtext-10k"
+    )
+    hf_dataset_splits: str | list[str] = key("train", "Split of the data set.")
+    hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
+    dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
+    dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.")
+    text_column_name: str = key("text", "Column that holds the text.")
+
+
+@section
+class SFTDatasetsArgs:
+    """Prompts and completions of a Hugging Face data set; the loss is on completions only."""
+
+    hf_dataset_or_datasets: str | list[str] | dict[str, Float] = required(
+        "A name or folder, a list of them, or a mapping to the fraction of each to use.", example="my/prompts"
+    )
+    hf_dataset_splits: str | list[str] = key("train", "Split of the data set.")
+    hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
+    dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
+    dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.")
+    sft_dataloader: bool = key(True, "Marks the kind of data set.")
+    debug_max_samples: Int | None = key(None, "Use only this many samples.", gt=0)
+
+
+def _dataset_kind(value: Any) -> str:
+    if not isinstance(value, dict):
+        return type(value).__name__
+    if "corpus" in value:
+        return "EmbeddedCorpusArgs"
+    if "sft_dataloader" in value or "debug_max_samples" in value:
+        return "SFTDatasetsArgs"
+    return "PretrainDatasetsArgs" if "hf_dataset_or_datasets" in value else "NanosetDatasetsArgs"
+
+
+AnyDataset = Annotated[
+    Annotated[EmbeddedCorpusArgs, Tag("EmbeddedCorpusArgs")]
+    | Annotated[NanosetDatasetsArgs, Tag("NanosetDatasetsArgs")]
+    | Annotated[PretrainDatasetsArgs, Tag("PretrainDatasetsArgs")]
+    | Annotated[SFTDatasetsArgs, Tag("SFTDatasetsArgs")],
+    Discriminator(_dataset_kind),
+]
+
+
+def default_dataset() -> EmbeddedCorpusArgs:
+    """Return the data set of a config that names none."""
+    return EmbeddedCorpusArgs(corpus="stdlib")
+
+
+@section
+class DataArgs:
+    """A data set and the order it is read in."""
+
+    dataset: AnyDataset | None = key(
+        None, "The data set; null is random tokens.", factory=default_dataset, derived="the embedded corpus"
+    )
+    seed: Int = key(42, "Seed of the order of samples.", ge=0)
+    num_loading_workers: Int = key(1, "Processes that load data.", ge=0)
+
+
+@section
+class DatasetStageArgs:
+    """A part of the run with its own data."""
+
+    name: str = required("Name of the stage; unique.", example="Stable phase", min_length=1)
+    start_training_step: Int = required("First step of the stage, counted from 1.", example=1, gt=0)
+    data: Section[DataArgs] = key(None, "The data of the stage.", factory=DataArgs)
+    sequence_length: Int | None = key(None, "Tokens per sample in this stage.", derived="tokens.sequence_length", gt=0)
+
+
+def default_stages() -> list[DatasetStageArgs]:
+    """Return the stages of a config that names none: the embedded corpus from the first step to the last."""
+    return [DatasetStageArgs(name=DEFAULT_STAGE_NAME, start_training_step=1)]

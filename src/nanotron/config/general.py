@@ -1,0 +1,167 @@
+"""The run itself: its name, folder, layout over devices, tokenizer, logs and profiler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from nanotron.config.keys import Derived, Float, Int, Lower, Upper, derived, key, required, section
+
+LogLevel = Lower[Literal["debug", "info", "warning", "error", "critical"]]
+
+
+@section
+class GeneralArgs:
+    """The run: its name, folder, seed and how it uses its machine."""
+
+    project: str = key("nanotron", "Name of the project that the run belongs to.", min_length=1)
+    run: str = key(
+        "%date_%jobid",
+        "Name of the run; `%date` becomes the start time (YYYYmmdd_HHMMSS) and `%jobid` the Slurm job id or `local`.",
+    )
+    seed: Int = key(42, "Seed of the initial weights; the order of the data has its own (`data.seed`).", ge=0)
+    step: Int | None = key(
+        None, "Step at which the file was saved.", notice="a checkpoint keeps its step in its own state.json"
+    )
+    consumed_train_samples: Int | None = key(
+        None,
+        "Samples that had been read when the file was saved.",
+        notice="a checkpoint keeps its data position in its own state.json",
+    )
+    benchmark_csv_path: str | None = key(
+        None,
+        "CSV file of the benchmark mode.",
+        notice="there is no benchmark mode; the run directory's metrics.jsonl holds every step's numbers",
+    )
+    ignore_sanity_checks: bool = key(
+        True,
+        "false asks for equality checks across ranks at every step.",
+        notice="replicas are equal by construction and tested to be; there are no checks at run time to switch",
+    )
+    run_dir: str | None = key(
+        None,
+        "Folder of the run's metrics, logs and resolved config.",
+        derived="checkpoints.checkpoints_path when that is local, else runs/<run>",
+    )
+    threads_per_rank: Int | None = key(
+        None, "CPU threads of each rank.", derived="cores of the machine // ranks on it, at least 1", gt=0
+    )
+    timeout_s: Float = key(
+        600.0, "Seconds that a rank waits in a collective before the run is ended with the rank that is behind.", gt=0
+    )
+
+
+@section
+class ParallelismArgs:
+    """The layout: how many ranks share what. It changes speed and memory and nothing else."""
+
+    dp: Int = key(1, "Replicas of the model (data parallelism).", gt=0)
+    pp: Int = key(1, "Groups of layers, one after another, on different ranks (pipeline parallelism).", gt=0)
+    tp: Int = key(1, "Ranks that share every layer's matrices (tensor parallelism).", gt=0)
+    pp_engine: Lower[str] = key("1f1b", "Pipeline schedule, by name.", min_length=1)
+    tp_mode: Upper[Literal["ALL_REDUCE", "REDUCE_SCATTER"]] = key(
+        "ALL_REDUCE", "How tensor-parallel ranks exchange activations; REDUCE_SCATTER is sequence parallelism."
+    )
+    tp_linear_async_communication: bool | None = key(
+        False,
+        "Overlap of tensor-parallel communication with the matrix products.",
+        notice="communication is not overlapped with matrix products; results are the same",
+    )
+    recompute_layer: bool = key(
+        False, "Keep only each layer's input for the backward pass and compute the layer again there."
+    )
+    tp_recompute_allgather: bool = key(
+        True, "Under REDUCE_SCATTER, gather a linear layer's input again in the backward pass instead of keeping it."
+    )
+    expert_parallel_size: Int = key(
+        1, "Ranks that share the experts.", refused="there are no expert layers; leave it at 1", allowed=(1,)
+    )
+    context_parallel_size: Int = key(
+        1,
+        "Ranks that share a sequence.",
+        refused="sequences are not cut over ranks; use tp with tp_mode: REDUCE_SCATTER to save activation memory",
+        allowed=(1,),
+    )
+    moe_layer_recompute: bool = key(
+        False, "Recompute expert layers.", notice="there are no expert layers; recompute_layer covers every layer"
+    )
+    pp_layers: list[Int] | None = key(
+        None,
+        "Layers of each pipeline stage, first to last, e.g. [5, 7].",
+        derived="stages of equal cost, embedding and head counted",
+    )
+    pp_virtual_stages: Derived[Int] = derived(
+        "Stages that each pipeline rank holds.", "2 for interleaved_1f1b and zbv, else 1", gt=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.pp_virtual_stages is None:
+            self.pp_virtual_stages = 2 if self.pp_engine in ("interleaved_1f1b", "zbv") else 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between layers are cut along the sequence over the tensor-parallel ranks."""
+        return self.tp_mode == "REDUCE_SCATTER"
+
+
+@section
+class TokenizerArgs:
+    """The tokenizer of the data."""
+
+    tokenizer_name_or_path: str | None = key(
+        None,
+        "Hugging Face name, folder, or tokenizer.json file.",
+        derived="the tokenizer that the data set's own metadata names",
+    )
+    tokenizer_revision: str | None = key(
+        None, "Revision of a Hugging Face name.", notice="only the name is used; put the revision you want in a folder"
+    )
+    tokenizer_max_length: Int | None = key(
+        None, "Longest text.", notice="texts are cut into windows of tokens.sequence_length, however long they are"
+    )
+
+
+@section
+class LoggingArgs:
+    """What is printed and recorded."""
+
+    log_level: LogLevel = key("info", "Least severe message that rank 0 prints.")
+    log_level_replica: LogLevel = key("warning", "Least severe message that the other ranks print.")
+    iteration_step_info_interval: Int = key(1, "Steps from one printed line to the next.", gt=0)
+    tensorboard: bool = key(False, "Write TensorBoard events to the run directory.")
+    wandb: bool = key(False, "Send metrics to Weights & Biases, under general.project and general.run.")
+
+
+@section
+class MetricsLoggingArgs:
+    """How much is measured."""
+
+    log_level: Int = key(0, "0: the run's own numbers. 1: also norms of every layer.", ge=0, le=1)
+    log_detail_interval: Int = key(10, "Steps from one detailed measurement to the next.", gt=0)
+
+
+@section
+class ProfilerArgs:
+    """A trace by torch's profiler, on rank 0."""
+
+    profiler_export_path: str | None = required("Folder of the traces.", example="runs/traces")
+    wait: Int = key(1, "Steps of each cycle that are not looked at.", ge=0)
+    warmup: Int = key(1, "Steps of each cycle that are traced and thrown away.", ge=0)
+    active: Int = key(1, "Steps of each cycle that are kept.", gt=0)
+    repeat: Int = key(1, "Cycles.", gt=0)
+    skip_first: Int = key(3, "Steps before the first cycle.", ge=0)
+    record_shapes: bool = key(False, "Record the shapes of operators' inputs.")
+    profile_memory: bool = key(False, "Record allocations.")
+    with_stack: bool = key(True, "Record source lines.")
+    export_chrome_trace: bool = key(
+        False, "Write a Chrome trace.", notice="the trace is always written in Chrome's format"
+    )
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the last trace is complete."""
+        return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)

@@ -1,0 +1,154 @@
+"""What a key of the config is: a type, a default, a description, and what happens to it here.
+
+A section is a pydantic dataclass and every key is declared once, with `key` or `required`. Validation, the JSON Schema,
+`docs/config.md` and `docs/compatibility.md` are all read off these declarations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, get_args
+
+from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from typing_extensions import dataclass_transform
+
+T = TypeVar("T")
+
+
+@dataclass_transform()
+def section(cls: type[T]) -> type[T]:
+    """Make a class a section: a pydantic dataclass that refuses unknown keys, infinities and NaN."""
+    return pydantic_dataclass(config=ConfigDict(extra="forbid", allow_inf_nan=False))(cls)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What happens to a key: `honoured`, accepted with a `notice`, or `refused` unless its value is in `allowed`.
+
+    `derived` says in words how a key that was left out is filled in.
+    """
+
+    notice: str = ""
+    refused: str = ""
+    allowed: tuple[Any, ...] = ()
+    derived: str = ""
+
+
+def key(
+    default: Any,
+    description: str,
+    *,
+    notice: str = "",
+    refused: str = "",
+    allowed: tuple[Any, ...] = (),
+    derived: str = "",
+    factory: Callable[[], Any] | None = None,
+    **constraints: Any,
+) -> Any:
+    """Declare a key with a default. `constraints` are pydantic's (`gt`, `ge`, `le`, …)."""
+    status = Status(notice, refused, allowed, derived)
+    extra: dict[str, Any] = {"status": status}
+    if factory is not None:
+        return Field(default_factory=factory, description=description, json_schema_extra=extra, **constraints)
+    return Field(default=default, description=description, json_schema_extra=extra, **constraints)
+
+
+def required(description: str, *, example: Any, **constraints: Any) -> Any:
+    """Declare a key that has to be written. `example` is shown when it is missing."""
+    return Field(
+        default=...,
+        description=description,
+        examples=[example],
+        json_schema_extra={"status": Status()},
+        **constraints,
+    )
+
+
+def derived(description: str, rule: str, **constraints: Any) -> Any:
+    """Declare a key that is worked out when it is left out or null; `rule` says how."""
+    return key(None, description, derived=rule, **constraints)
+
+
+def status_of(info: FieldInfo) -> Status:
+    """Return what happens to this key."""
+    extra = info.json_schema_extra
+    return extra["status"] if isinstance(extra, dict) else Status()  # type: ignore[return-value]
+
+
+def fields_of(cls: type[Any]) -> dict[str, FieldInfo]:
+    """Return the keys of a section class in order of declaration."""
+    fields: dict[str, FieldInfo] = cls.__pydantic_fields__
+    return fields
+
+
+def is_section(value: Any) -> bool:
+    """Tell whether a value (or a class) is a section."""
+    return hasattr(value, "__pydantic_fields__")
+
+
+def section_classes(annotation: Any) -> list[type[Any]]:
+    """Return the section classes inside a type: `list[A]`, `A | None`, `Annotated[A | B, …]`."""
+    if is_section(annotation):
+        return [annotation]
+    return [cls for part in get_args(annotation) for cls in section_classes(part)]
+
+
+Path = tuple[str | int, ...]
+
+
+def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, FieldInfo]]:
+    """Yield (path, value, declaration) of every key under a section, parents before children."""
+    if is_section(value):
+        for name, info in fields_of(type(value)).items():
+            child = getattr(value, name)
+            yield (*path, name), child, info
+            yield from walk(child, (*path, name))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from walk(child, (*path, index))
+
+
+def dotted(path: Path) -> str:
+    """Write a path as people do: `data_stages[0].data.seed`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+class _Nullable:
+    """Lets a key be null in a file although, once derived, it never is for those who read it."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.nullable_schema(handler(source))
+
+
+def _no_boolean(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "true and false are no numbers")
+    return value
+
+
+def _empty_section(value: Any) -> Any:
+    return {} if value is None else value
+
+
+def _lower(value: Any) -> Any:
+    """Accept a name in any case, and the enum members that older scripts pass."""
+    return getattr(value, "name", value).lower() if isinstance(getattr(value, "name", value), str) else value
+
+
+def _upper(value: Any) -> Any:
+    return getattr(value, "name", value).upper() if isinstance(getattr(value, "name", value), str) else value
+
+
+Int = Annotated[int, BeforeValidator(_no_boolean)]
+Float = Annotated[float, BeforeValidator(_no_boolean)]
+Derived = Annotated[T, _Nullable()]
+Section = Annotated[T, BeforeValidator(_empty_section)]
+Lower = Annotated[T, BeforeValidator(_lower)]
+Upper = Annotated[T, BeforeValidator(_upper)]

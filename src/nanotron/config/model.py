@@ -1,0 +1,293 @@
+"""The model: its family, shape, initial weights and precision."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic_core import PydanticCustomError
+
+from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, key, required, section
+
+_NO_KERNELS = "which kernel runs is decided by what the device offers; results are the same"
+
+
+@section
+class RopeScalingArgs:
+    """How rotary frequencies are stretched for sequences longer than the model was first trained on."""
+
+    rope_type: Lower[Literal["linear", "llama3"]] = required(
+        "`linear` divides every frequency by `factor`; `llama3` only the low ones.", example="llama3"
+    )
+    factor: Float = required("Stretch.", example=8.0, ge=1)
+    low_freq_factor: Float = key(1.0, "llama3: wavelengths above original/low_freq_factor are stretched fully.", gt=0)
+    high_freq_factor: Float = key(
+        4.0, "llama3: wavelengths below original/high_freq_factor are left as they are.", gt=0
+    )
+    original_max_position_embeddings: Int = key(8192, "llama3: tokens per sequence before the stretch.", gt=0)
+
+
+def _unset_when_negative(value: Any) -> Any:
+    return None if value == -1 else value
+
+
+@section
+class ModelConfig:
+    """The shape of a decoder-only transformer: what the families have in common."""
+
+    hidden_size: Int = required("Width of the activations between layers.", example=2048, gt=0)
+    num_hidden_layers: Int = required("Number of layers.", example=24, gt=0)
+    num_attention_heads: Int = required("Query heads of each layer.", example=16, gt=0)
+    num_key_value_heads: Derived[Int] = derived("Key and value heads of each layer.", "num_attention_heads", gt=0)
+    head_dim: Derived[Int] = derived("Width of a head.", "hidden_size / num_attention_heads", gt=0, multiple_of=2)
+    intermediate_size: Derived[Int] = derived(
+        "Inner width of the MLP.", "8/3 of hidden_size, rounded up to a multiple of 64", gt=0
+    )
+    vocab_size: Derived[Annotated[Int, BeforeValidator(_unset_when_negative)]] = derived(
+        "Number of tokens that the model knows.", "the tokenizer's", gt=0
+    )
+    max_position_embeddings: Derived[Int] = derived(
+        "Longest sequence, in tokens, that the model is meant for; written into an exported model.",
+        "the longest sequence it is trained on",
+        gt=0,
+    )
+    hidden_act: Lower[Literal["silu"]] = key("silu", "Activation of the MLP, which is gated (SwiGLU).")
+    rms_norm_eps: Float = key(1e-6, "Added to the mean square before the root, in norms.", gt=0)
+    rope_theta: Float = key(10000.0, "Base of the rotary frequencies.", gt=0)
+    rope_interleaved: bool = key(
+        False, "Rotate neighbouring pairs of a head's channels instead of its two halves (as in Llama's own code)."
+    )
+    rope_scaling: RopeScalingArgs | None = key(None, "Stretch of the rotary frequencies; null is none.")
+    rope_seq_len_interpolation_factor: Float | None = key(
+        None,
+        "Position interpolation.",
+        refused="use rope_scaling: {rope_type: linear, factor: …}, which is the same",
+        allowed=(None,),
+    )
+    tie_word_embeddings: bool = key(False, "Use the embedding matrix as output head.")
+    z_loss_enabled: bool = key(False, "Add the z-loss: z_loss_coefficient · (log of the softmax's sum)².")
+    z_loss_coefficient: Float = key(1e-4, "Weight of the z-loss.", ge=0)
+    bos_token_id: Int | None = key(1, "Token that begins a text; written into an exported model.", ge=0)
+    eos_token_id: Int | None = key(2, "Token that ends a text; written into an exported model.", ge=0)
+    pad_token_id: Int | None = key(None, "Token that fills up; written into an exported model.", ge=0)
+    initializer_range: Float = key(
+        0.02, "Standard deviation of the initial weights.", notice="model.init_method.std is the one that counts"
+    )
+    pretraining_tp: Int = key(1, "Layout of an earlier training.", notice="nothing depends on it")
+    use_cache: bool = key(True, "Keep keys and values while generating.", notice="training keeps no cache")
+    _attn_implementation: Lower[
+        Literal["sdpa", "flash_attention_2", "flex_attention", "ring_flash_triton", "ring", "llama3_ring_attention"]
+    ] = key(
+        "sdpa",
+        "Attention backend.",
+        refused="attention runs through torch's scaled_dot_product_attention, which picks flash attention where it can;"
+        " use sdpa",
+        allowed=("sdpa", "flash_attention_2"),
+    )
+    _use_doc_masking: bool = key(False, "Keep attention, and the loss, inside each document of a window.")
+    _fused_rotary_emb: bool = key(True, "Use flash attention's rotary kernel.", notice=_NO_KERNELS)
+    _fused_rms_norm: bool = key(True, "Use flash attention's norm kernel.", notice=_NO_KERNELS)
+    _use_qkv_packed: bool = key(True, "Pack q, k and v into one tensor.", notice=_NO_KERNELS)
+    log_attn_probs: bool = key(True, "Log attention probabilities.", notice="attention probabilities are not kept")
+    flex_attention_mask: str | None = key(
+        None,
+        "Mask of flex attention.",
+        refused="use _use_doc_masking: true for document masks; sliding windows are not available",
+        allowed=(None,),
+    )
+    sliding_window_size: Int | None = key(
+        None, "Tokens that a token can look back; legal when no sequence is longer, where it has no effect.", gt=0
+    )
+    no_rope_layer: Int | None = key(
+        None, "Every n-th layer has no rotary positions.", refused="every layer has rotary positions", allowed=(None,)
+    )
+    ring_attn_heads_k_stride: Int | None = key(
+        None, "Option of ring attention.", refused="sequences are not cut over ranks", allowed=(None,)
+    )
+    moe_config: dict[str, Any] | None = key(
+        None, "Mixture of experts.", refused="there are no expert layers; use a dense model", allowed=(None,)
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.intermediate_size is None:
+            self.intermediate_size = 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+        if self.head_dim is None:
+            self.head_dim = self._head_dim_from_hidden_size()
+
+    def _head_dim_from_hidden_size(self) -> int:
+        width, remainder = divmod(self.hidden_size, self.num_attention_heads)
+        if remainder or width % 2:
+            raise PydanticCustomError(
+                "rule",
+                "{hidden} / num_attention_heads={heads} is not an even whole number, which rotary positions need;"
+                " use a multiple of {step}, or give head_dim",
+                {
+                    "key": "hidden_size",
+                    "hidden": self.hidden_size,
+                    "heads": self.num_attention_heads,
+                    "step": 2 * self.num_attention_heads,
+                },
+            )
+        return width
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projections have biases."""
+        return bool(getattr(self, "attention_bias", False))
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        return False
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return False
+
+
+@section
+class LlamaConfig(ModelConfig):
+    """Llama: no biases unless asked for."""
+
+    is_llama_config: Literal[True] = key(True, "Marks the family.")
+    attention_bias: bool = key(False, "Biases on the q, k, v and output projections of attention.")
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        return self.attention_bias
+
+
+@section
+class MistralConfig(ModelConfig):
+    """Mistral: Llama without a choice of biases."""
+
+    is_mistral_config: Literal[True] = key(True, "Marks the family.")
+
+
+@section
+class Qwen2Config(ModelConfig):
+    """Qwen2: Llama with biases on q, k and v."""
+
+    is_qwen2_config: Literal[True] = key(True, "Marks the family.")
+    attention_bias: bool = key(True, "Biases on the q, k and v projections of attention.")
+
+
+@section
+class Qwen3Config(ModelConfig):
+    """Qwen3: Llama with a norm of every head's queries and keys."""
+
+    is_qwen3_config: Literal[True] = key(True, "Marks the family.")
+    attention_bias: bool = key(False, "Biases on the q, k, v and output projections of attention.")
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        return self.attention_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised per head."""
+        return True
+
+
+FAMILIES: dict[str, type[ModelConfig]] = {
+    "is_llama_config": LlamaConfig,
+    "is_mistral_config": MistralConfig,
+    "is_qwen2_config": Qwen2Config,
+    "is_qwen3_config": Qwen3Config,
+}
+
+
+def _family(value: Any) -> str:
+    """Name the class that a mapping is read as: the one whose marker is true, Llama without a marker."""
+    if isinstance(value, dict):
+        marked = [name for name in FAMILIES if value.get(name)]
+        return FAMILIES[marked[0]].__name__ if marked else LlamaConfig.__name__
+    return type(value).__name__ if isinstance(value, ModelConfig) else LlamaConfig.__name__
+
+
+AnyModelConfig = Annotated[
+    Annotated[LlamaConfig, Tag("LlamaConfig")]
+    | Annotated[MistralConfig, Tag("MistralConfig")]
+    | Annotated[Qwen2Config, Tag("Qwen2Config")]
+    | Annotated[Qwen3Config, Tag("Qwen3Config")],
+    Discriminator(_family),
+]
+
+
+@section
+class RandomInit:
+    """Random initial weights, keyed by parameter name: the same on every layout."""
+
+    std: Float = key(0.02, "Standard deviation of embeddings and of projections into attention and MLP.", gt=0)
+    scaling_method: Lower[Literal["none", "num_layers", "layer_index"]] = key(
+        "num_layers",
+        "What the standard deviation of projections back to the residual stream is divided by:"
+        " 1, √(2 · layers), or √(2 · (layer number from 1)).",
+    )
+
+
+@section
+class SpectralMupInit:
+    """Spectral muP initial weights."""
+
+    use_mup: Literal[True] = required("Use spectral muP.", example=True)
+
+
+@section
+class ExistingCheckpointInit:
+    """Weights of an existing checkpoint; the optimizer starts afresh."""
+
+    path: str = required("A step folder of a checkpoint, or a Hugging Face model folder.", example="runs/base/1000")
+
+
+def _init_kind(value: Any) -> str:
+    if isinstance(value, dict):
+        return (
+            "SpectralMupInit" if "use_mup" in value else "ExistingCheckpointInit" if "path" in value else "RandomInit"
+        )
+    return type(value).__name__
+
+
+AnyInit = Annotated[
+    Annotated[RandomInit, Tag("RandomInit")]
+    | Annotated[SpectralMupInit, Tag("SpectralMupInit")]
+    | Annotated[ExistingCheckpointInit, Tag("ExistingCheckpointInit")],
+    Discriminator(_init_kind),
+]
+
+
+def _dtype_name(value: Any) -> Any:
+    """Accept `torch.bfloat16` the object as well as its name."""
+    text = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+    return text.lower() if isinstance(text, str) else text
+
+
+@section
+class ModelArgs:
+    """The model and how it begins."""
+
+    model_config: Section[AnyModelConfig] = required(
+        "The family and shape.", example={"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16}
+    )
+    init_method: Section[AnyInit] = key(None, "The initial weights.", factory=RandomInit)
+    dtype: Annotated[Literal["bfloat16", "float32", "float64", "float16"], BeforeValidator(_dtype_name)] = key(
+        "bfloat16", "Number format of weights and activations."
+    )
+    make_vocab_size_divisible_by: Int = key(
+        1,
+        "Pad the vocabulary to a multiple of this.",
+        notice="the vocabulary is never padded: its shards may be uneven",
+        gt=0,
+    )
+    ddp_bucket_cap_mb: Int = key(
+        25,
+        "Gradients that data parallelism sums at once, in MB.",
+        notice="gradients are summed layer by layer, as soon as a layer's are complete",
+        gt=0,
+    )

@@ -1,0 +1,131 @@
+"""The batch, the optimizer and the learning rate."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+from pydantic_core import ArgsKwargs
+
+from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, fields_of, key, required, section
+
+
+@section
+class TokensArgs:
+    """How many tokens make a step, and how many steps make the run."""
+
+    sequence_length: Int = required("Tokens per sample.", example=2048, gt=0)
+    micro_batch_size: Int = required("Samples that a replica computes at once.", example=4, gt=0)
+    batch_accumulation_per_replica: Int = required(
+        "Micro-batches per replica and step; a step has micro_batch_size · this · dp samples.", example=8, gt=0
+    )
+    train_steps: Int = key(1000, "Steps of the whole run.", gt=0)
+    val_check_interval: Int = key(-1, "Steps from one validation to the next; -1 is never.", ge=-1)
+    limit_val_batches: Int = key(0, "Batches of a validation.", ge=0)
+    limit_test_batches: Int = key(0, "Batches of a test.", notice="there is no test run", ge=0)
+
+
+def _optimizer_name(canonical: str) -> BeforeValidator:
+    def accept_any_case(value: Any) -> Any:
+        return canonical if isinstance(value, str) and value.lower() == canonical.lower() else value
+
+    return BeforeValidator(accept_any_case)
+
+
+@section
+class AdamWOptimizerArgs:
+    """AdamW."""
+
+    adam_eps: Float = key(1e-8, "Added to the root of the second moment.", gt=0)
+    adam_beta1: Float = key(0.9, "Decay of the first moment, per step.", ge=0, lt=1)
+    adam_beta2: Float = key(0.95, "Decay of the second moment, per step.", ge=0, lt=1)
+    torch_adam_is_fused: bool = key(
+        True, "Update in one kernel.", notice="the update always runs in one kernel per flat buffer"
+    )
+    name: Annotated[Literal["adamW"], _optimizer_name("adamW")] = key("adamW", "Marks the optimizer.")
+
+
+@section
+class SGDOptimizerArgs:
+    """Stochastic gradient descent without momentum."""
+
+    name: Annotated[Literal["sgd"], _optimizer_name("sgd")] = key("sgd", "Marks the optimizer.")
+
+
+def _optimizer_kind(value: Any) -> str:
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    return "SGDOptimizerArgs" if isinstance(name, str) and name.lower() == "sgd" else "AdamWOptimizerArgs"
+
+
+AnyOptimizer = Annotated[
+    Annotated[AdamWOptimizerArgs, Tag("AdamWOptimizerArgs")] | Annotated[SGDOptimizerArgs, Tag("SGDOptimizerArgs")],
+    Discriminator(_optimizer_kind),
+]
+
+
+@section
+class LRSchedulerArgs:
+    """The learning rate of each update, counted from 1."""
+
+    learning_rate: Float = required("Highest learning rate.", example="3e-4", gt=0)
+    lr_warmup_steps: Int = key(0, "Updates during which it rises.", ge=0)
+    lr_warmup_style: Derived[Lower[Literal["linear", "constant"]]] = derived(
+        "How it rises; constant means at once.", "linear"
+    )
+    lr_decay_style: Derived[Lower[Literal["linear", "cosine", "1-sqrt"]]] = derived("How it falls.", "linear")
+    lr_decay_steps: Derived[Int] = derived(
+        "Updates during which it falls.", "tokens.train_steps - lr_decay_starting_step", ge=0
+    )
+    lr_decay_starting_step: Derived[Int] = derived(
+        "Update after which it falls; up to there it stays at its highest.", "lr_warmup_steps", ge=0
+    )
+    min_decay_lr: Derived[Float] = derived(
+        "Learning rate after the fall.", "learning_rate, that is: it does not fall", ge=0
+    )
+
+    def __post_init__(self) -> None:
+        if self.lr_warmup_style is None:
+            self.lr_warmup_style = "linear"
+        if self.lr_decay_style is None:
+            self.lr_decay_style = "linear"
+        if self.lr_decay_starting_step is None:
+            self.lr_decay_starting_step = self.lr_warmup_steps
+        if self.min_decay_lr is None:
+            self.min_decay_lr = self.learning_rate
+
+
+@section
+class OptimizerArgs:
+    """The update of the weights."""
+
+    optimizer_factory: Section[AnyOptimizer] = key(None, "The optimizer.", factory=AdamWOptimizerArgs)
+    zero_stage: Int = key(
+        1, "0: every replica keeps all optimizer state. 1: replicas share it (ZeRO stage 1).", ge=0, le=1
+    )
+    weight_decay: Float = key(0.1, "Weight decay, per unit of learning rate; never on norms and biases.", ge=0)
+    clip_grad: Float | None = key(1.0, "Largest norm of the whole gradient; null is no limit.", gt=0)
+    accumulate_grad_in_fp32: bool = key(True, "Sum the gradients of micro-batches in float32.")
+    learning_rate_scheduler: Section[LRSchedulerArgs] = required(
+        "The learning rate.", example={"learning_rate": "3e-4"}
+    )
+    weight_decay_exclude_named_params: list[str] = key(
+        None, "Regular expressions of names of parameters that have no weight decay.", factory=list
+    )
+    on_nan: Lower[Literal["stop", "skip"]] = key(
+        "stop", "What to do with a step whose gradient is not finite: stop the run, or leave that update out."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_flat_keys(cls, values: Any) -> Any:
+        """Accept Adam's keys beside `optimizer_factory`, where older files have them."""
+        given = values.kwargs if isinstance(values, ArgsKwargs) else values
+        if not isinstance(given, dict):
+            return values
+        flat = {name: value for name, value in given.items() if name in fields_of(AdamWOptimizerArgs)}
+        factory = given.get("optimizer_factory") or {}
+        if not flat or not isinstance(factory, dict):
+            return values
+        others = {name: value for name, value in given.items() if name not in flat}
+        gathered = {**others, "optimizer_factory": {**flat, **factory}}
+        return ArgsKwargs(values.args, gathered) if isinstance(values, ArgsKwargs) else gathered
