@@ -54,11 +54,11 @@ class Pool:
 
         Raises CaseFailed with the failing ranks' tracebacks, or the stacks of the ranks that hang.
         """
-        case = _Case(next(self._cases), self._store.port, world, timeout)
+        case = _Case(next(self._cases), world, timeout)
         job = pickle.dumps((list(sys.path), pickle.dumps((case, function, args))))
         for rank in range(world):
             if rank not in self._workers:
-                self._workers[rank] = _Worker(self._context, rank, self._folder)
+                self._workers[rank] = _Worker(self._context, rank, self._folder, self._store.port)
             self._workers[rank].send(job)
         answers = self._collect(world, time.monotonic() + timeout)
         if len(answers) == world and all(succeeded for succeeded, _ in answers.values()):
@@ -106,7 +106,6 @@ class _Case(NamedTuple):
     """What a worker must know to join one case."""
 
     number: int
-    port: int
     world: int
     timeout: float
 
@@ -114,12 +113,12 @@ class _Case(NamedTuple):
 class _Worker:
     """The parent's end of one worker process."""
 
-    def __init__(self, context: Any, rank: int, folder: Path) -> None:
+    def __init__(self, context: Any, rank: int, folder: Path, port: int) -> None:
         self.connection, theirs = context.Pipe()
         handle, name = tempfile.mkstemp(prefix=f"rank-{rank}-", dir=folder)
         os.close(handle)
         self._log = Path(name)
-        self._process = context.Process(target=_work, args=(rank, theirs, name), daemon=True, name=f"rank {rank}")
+        self._process = context.Process(target=_work, args=(rank, theirs, name, port), daemon=True, name=f"rank {rank}")
         self._process.start()
         theirs.close()
 
@@ -154,7 +153,7 @@ class _Worker:
         return self._log.read_text(errors="replace")[-4000:]
 
 
-def _work(rank: int, connection: Any, log: str) -> None:
+def _work(rank: int, connection: Any, log: str, port: int) -> None:
     """A worker's life: take a job, run it in a process group of its own, answer."""
     file = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -164,6 +163,7 @@ def _work(rank: int, connection: Any, log: str) -> None:
     torch.set_num_threads(1)
     if hasattr(os, "SCHED_BATCH"):  # gloo's receive threads otherwise spin against the thread they serve
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    store = TCPStore("127.0.0.1", port, is_master=False)  # one connection for life: many in a row can stall for 5 s
     while True:
         try:
             job = connection.recv_bytes()
@@ -171,13 +171,13 @@ def _work(rank: int, connection: Any, log: str) -> None:
             return
         os.truncate(log, 0)
         try:
-            answer = pickle.dumps((True, _run(rank, job)))
+            answer = pickle.dumps((True, _run(rank, job, store)))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
 
 
-def _run(rank: int, job: bytes) -> Any:
+def _run(rank: int, job: bytes, store: TCPStore) -> Any:
     """Join the case's process group, call its function, leave the group."""
     path, packed = pickle.loads(job)
     sys.path[:] = path  # the function may live in a test module found after this worker began
@@ -185,7 +185,6 @@ def _run(rank: int, job: bytes) -> Any:
     if case.world == 1:
         return function(rank, 1, *args)
     limit = datetime.timedelta(seconds=case.timeout + 30)  # the parent gives up first, and shows who hangs
-    store = TCPStore("127.0.0.1", case.port, is_master=False, timeout=limit)
     prefixed = PrefixStore(f"case-{case.number}", store)
     dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=case.world, timeout=limit)
     result = function(rank, case.world, *args)
