@@ -24,6 +24,10 @@ from torch.distributed import ProcessGroup, Work
 
 from nanotron.mesh import Mesh
 
+# torch 2.13 renamed the collectives on one flat tensor; 2.11 and 2.12 know the old names only.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # ------------------------------------------------------------------ differentiable
 
 
@@ -125,7 +129,7 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
         return x
     n = dist.get_world_size(group)
     parts = x.new_empty((n, *x.shape))
-    dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1), group=group)
+    _all_gather_flat(parts.view(-1), x.contiguous().view(-1), group=group)
     return torch.cat(parts.unbind(), dim) if dim else parts.flatten(0, 1)  # n × [.., l, ..] -> [.., n·l, ..]
 
 
@@ -138,7 +142,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     parts = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()  # rank r's part becomes the r-th contiguous block
     shape = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
     mine = x.new_empty(shape)
-    dist.reduce_scatter_tensor(mine.view(-1), parts.view(-1), group=group)
+    _reduce_scatter_flat(mine.view(-1), parts.view(-1), group=group)
     return mine
 
 
@@ -152,9 +156,9 @@ def start_all_reduce(flat: Tensor, group: ProcessGroup | None) -> Work | None:
 
 def start_reduce_scatter(shard: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
     """Begin to put this rank's equal part of the sum of ``flat`` into ``shard``, which may be its place in ``flat``."""
-    return None if group is None else dist.reduce_scatter_tensor(shard, flat, group=group, async_op=True)
+    return None if group is None else _reduce_scatter_flat(shard, flat, group=group, async_op=True)
 
 
 def start_all_gather(flat: Tensor, shard: Tensor, group: ProcessGroup | None) -> Work | None:
     """Begin to fill ``flat`` with the ranks' shards; this rank's may be its place in ``flat``."""
-    return None if group is None else dist.all_gather_into_tensor(flat, shard, group=group, async_op=True)
+    return None if group is None else _all_gather_flat(flat, shard, group=group, async_op=True)

@@ -22,15 +22,24 @@ class ModelShape(Protocol):
 
 
 def flops_per_step(model: ModelShape, *, num_samples: int, sequence_length: int) -> int:
-    """Model FLOPs of forward and backward over ``num_samples`` sequences.
+    """Model FLOPs of forward and backward over ``num_samples`` sequences."""
+    forward = model.num_hidden_layers * layer_flops(model, sequence_length) + head_flops(model, sequence_length)
+    return 3 * num_samples * forward
 
-    Letters: S sequence, d hidden, h heads, k key/value heads, e head size, f feed-forward, V vocabulary.
+
+def layer_flops(model: ModelShape, sequence_length: int) -> int:
+    """FLOPs of one decoder layer's forward over one sequence.
+
+    Letters: s sequence, d hidden, h heads, k key/value heads, e head size, f feed-forward.
     """
     s, d, f = sequence_length, model.hidden_size, model.intermediate_size
     h, k, e = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     projections = 2 * s * d * (h + 2 * k) * e + 2 * s * h * e * d  # q, k, v; then out
     attention = 2 * (2 * h * s * s * e)  # scores, then the weighted sum of values
     feed_forward = 6 * s * d * f  # gate, up, down
-    head = 2 * s * d * model.vocab_size
-    forward = model.num_hidden_layers * (projections + attention + feed_forward) + head
-    return 3 * num_samples * forward
+    return projections + attention + feed_forward
+
+
+def head_flops(model: ModelShape, sequence_length: int) -> int:
+    """FLOPs of the output layer's forward over one sequence."""
+    return 2 * sequence_length * model.hidden_size * model.vocab_size

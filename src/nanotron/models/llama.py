@@ -34,7 +34,7 @@ from nanotron.models.specs import EMBED, FINAL_NORM, head_name
 from nanotron.params import ParamSpec, draw
 
 if TYPE_CHECKING:
-    from nanotron.config.models import ModelConfig
+    from nanotron.config.model import ModelConfig
 
 Make = Callable[[str], nn.Parameter]
 

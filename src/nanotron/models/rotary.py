@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from nanotron.config.models import ModelConfig
+    from nanotron.config.model import ModelConfig
 
 
 def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from nanotron.params import Init, ParamSpec
 
 if TYPE_CHECKING:
-    from nanotron.config.models import ModelConfig
+    from nanotron.config.model import ModelConfig
 
 EMBED, HEAD, FINAL_NORM = "embed.weight", "head.weight", "norm.weight"
 ONES, ZEROS = Init("ones"), Init("zeros")

@@ -1,0 +1,64 @@
+"""What a config says about who holds what: mesh axes, schedule, layers of each stage, parameters. No torch.
+
+The trainer, ``check``, the planner and generation all ask here, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanotron.mesh import training_axes
+from nanotron.metrics.flops import head_flops, layer_flops
+from nanotron.models.specs import EMBED, llama_specs
+from nanotron.params import ParamSpec
+from nanotron.pipeline.schedules import Schedule, get_schedule
+from nanotron.pipeline.split import stage_layers
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+
+def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
+    """The axes of the run's mesh."""
+    layout = config.parallelism
+    kv_heads = config.model.model_config.num_key_value_heads
+    return training_axes(dp=layout.dp, tp=layout.tp, pp=layout.pp, num_key_value_heads=kv_heads)
+
+
+def pipeline_schedule(config: Config) -> Schedule:
+    """The run's schedule; also says which rank holds which stage."""
+    layout = config.parallelism
+    return get_schedule(layout.pp_engine, layout.pp, layout.pp_virtual_stages)
+
+
+def layers_of_stages(config: Config) -> list[tuple[int, int]]:
+    """The layers [lo, hi) of every stage, first to last: ``parallelism.pp_layers``, or stages of equal FLOPs."""
+    model, length = config.model.model_config, config.tokens.sequence_length
+    return stage_layers(
+        model.num_hidden_layers,
+        pipeline_schedule(config).num_stages,
+        config.parallelism.pp_layers,
+        layer_cost=layer_flops(model, length),
+        embed_cost=2 * length * model.hidden_size,  # a look-up, and its sum over tp: cheap, but not nothing
+        head_cost=head_flops(model, length),
+    )
+
+
+def tied_stages(config: Config) -> dict[str, tuple[int, ...]]:
+    """Global name -> the pipeline coordinates that each hold a copy, for parameters that several ranks hold."""
+    if not config.model.model_config.tie_word_embeddings:
+        return {}
+    schedule = pipeline_schedule(config)
+    ends = {schedule.holders[0][0], schedule.holders[schedule.num_stages - 1][0]}
+    return {EMBED: tuple(sorted(ends))} if len(ends) > 1 else {}
+
+
+def parameter_specs(config: Config) -> dict[str, ParamSpec]:
+    """Every parameter of the run's model."""
+    init = config.model.init_method
+    return llama_specs(
+        config.model.model_config,
+        std=getattr(init, "std", 0.02),  # weights that come from a checkpoint are drawn all the same, then replaced
+        scaling_method=getattr(init, "scaling_method", "num_layers"),
+        sequence_parallel=config.parallelism.sequence_parallel,
+    )

@@ -1,0 +1,291 @@
+"""Flat buckets: where weights and gradients lie in memory, and when gradients leave for the other replicas.
+
+A bucket is one flat tensor of weights and one of gradients; every parameter is a view of the first and accumulates into
+a view of the second. It is reduced over the data axes with one collective, and, with ZeRO-1, each replica then owns
+1/n of it:
+
+        layers.0                          layers.1                    norms
+        q │ kv │ out │ gate_up │ down ░   q │ kv │ …             ░    attn_norm │ mlp_norm │ … ░    ░ padding to n
+        └ replica 0 ┴ replica 1 ──────┘   └ replica 0 ┴ replica 1┘    └ replica 0 ┴ replica 1 ─┘
+
+Parameters share a bucket when everything about their treatment is equal (``Treatment``), and a bucket does not cross a
+block unless both are small. Reductions are sums, always in this order: over the stages that tie a parameter, over the
+axes where each rank has only a part of the gradient, over the data axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+
+from nanotron.comm import all_reduce_, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotron.layers import WeightGrads
+from nanotron.mesh import Mesh
+from nanotron.params import Box, ParamSpec, flat_range_boxes
+
+
+class Chunk(NamedTuple):
+    """What buckets need to know of a model chunk: its parameters by global name, in model order."""
+
+    weights: dict[str, nn.Parameter]
+    specs: dict[str, ParamSpec]
+    uses: dict[str, int]
+    weight_grads: WeightGrads
+
+
+class Treatment(NamedTuple):
+    """What must be equal for two parameters to share a bucket."""
+
+    chunk: int
+    dtype: torch.dtype
+    reduce_axes: tuple[str, ...]
+    partial_axes: tuple[str, ...]
+    counted: bool
+    """This rank's copy is the one that norms count and checkpoints keep."""
+    decay: bool
+    lr_scale: float
+    tied: bool
+
+
+class Slot(NamedTuple):
+    """One parameter's place in a bucket: elements [start, start + numel) of the flat tensors."""
+
+    spec: ParamSpec
+    box: Box
+    start: int
+    weight: nn.Parameter
+
+
+@dataclass
+class Bucket:
+    """Parameters of one treatment, flat. ``shard`` is the range that this replica updates."""
+
+    treatment: Treatment
+    slots: list[Slot]
+    weights: Tensor
+    grads: Tensor
+    shard: slice
+    norm_shard: slice
+    """The range whose squared norm this replica contributes: 1/n of the bucket at every ZeRO stage."""
+    group: ProcessGroup | None
+    contributions: int
+    """How many contributions per microbatch make the gradients complete."""
+    missing: int = 0
+    works: list[Work] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Wait for the collectives in flight on this bucket."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def boxes(self, flat: Tensor, part: slice) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
+        """``flat``, which holds the bucket's range ``part``, as boxes of global tensors: (spec, box, view)."""
+        for slot in self.slots:
+            lo, hi = max(slot.start, part.start), min(slot.start + slot.box.numel, part.stop)
+            position = lo - part.start
+            for box in flat_range_boxes(slot.box.shape, lo - slot.start, hi - slot.start) if lo < hi else ():
+                offset = tuple(outer + inner for outer, inner in zip(slot.box.offset, box.offset, strict=True))
+                yield slot.spec, Box(offset, box.shape), flat[position : position + box.numel].view(box.shape)
+                position += box.numel
+
+
+class Buckets:
+    """All buckets of one rank, in the order in which their reductions start; every peer has the same order."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        mesh: Mesh,
+        *,
+        grad_dtype: Callable[[torch.dtype], torch.dtype],
+        zero_stage: int,
+        tied_stages: dict[str, tuple[int, ...]],
+        cap_bytes: int,
+    ) -> None:
+        """``tied_stages``: global name -> the pipeline coordinates that hold a copy, for names on several of them."""
+        self._mesh, self._zero_stage, self._tied_stages = mesh, zero_stage, tied_stages
+        self._by_weight: dict[Tensor, Bucket] = {}
+        self.all: list[Bucket] = []
+        uses: dict[Tensor, int] = {}
+        for chunk in chunks:
+            for name, weight in chunk.weights.items():
+                uses[weight] = uses.get(weight, 0) + chunk.uses[name]
+        for treatment, names in self._split(chunks, cap_bytes):
+            self.all.append(self._build(treatment, chunks[treatment.chunk], names, grad_dtype(treatment.dtype), uses))
+        self.all.reverse()  # backward meets the last layers first
+        for chunk in chunks:
+            self._attach(chunk)
+        self._next = 0
+
+    # ------------------------------------------------------------------ building
+
+    def _split(self, chunks: Sequence[Chunk], cap_bytes: int) -> Iterator[tuple[Treatment, list[str]]]:
+        """Group the chunks' parameters into buckets: equal treatment, whole blocks, up to ``cap_bytes``."""
+        placed: set[Tensor] = set()
+        for index, chunk in enumerate(chunks):
+            open_buckets: dict[Treatment, list[str]] = {}
+            for treatment, names, new_bytes in self._blocks(index, chunk, placed):
+                held = open_buckets.setdefault(treatment, [])
+                if held and sum(_bytes(chunk.weights[name]) for name in held) + new_bytes > cap_bytes:
+                    yield treatment, held
+                    open_buckets[treatment] = held = []
+                held += names
+            yield from open_buckets.items()
+
+    def _blocks(self, index: int, chunk: Chunk, placed: set[Tensor]) -> Iterator[tuple[Treatment, list[str], int]]:
+        """(treatment, names, bytes) of the parameters of each block that are treated alike."""
+        blocks: dict[tuple[str, Treatment], list[str]] = {}
+        for name, weight in chunk.weights.items():
+            if weight not in placed:  # a tied weight that an earlier chunk of this rank has already placed
+                placed.add(weight)
+                blocks.setdefault((_block(name), self._treatment(index, chunk.specs[name], weight)), []).append(name)
+        for (_, treatment), names in blocks.items():
+            yield treatment, names, sum(_bytes(chunk.weights[name]) for name in names)
+
+    def _treatment(self, chunk: int, spec: ParamSpec, weight: Tensor) -> Treatment:
+        stages = self._tied_stages.get(spec.name, ())
+        first_holder = not stages or self._mesh.coord("pp") == min(stages)
+        return Treatment(
+            chunk=chunk,
+            dtype=weight.dtype,
+            reduce_axes=spec.reduce_axes(),
+            partial_axes=tuple(axis for axis in spec.partial_grad if self._mesh.size(axis) > 1),
+            counted=spec.is_owner(self._mesh) and first_holder,
+            decay=spec.decay,
+            lr_scale=spec.lr_scale,
+            tied=bool(stages),
+        )
+
+    def _build(
+        self, treatment: Treatment, chunk: Chunk, names: list[str], grad_dtype: torch.dtype, uses: dict[Tensor, int]
+    ) -> Bucket:
+        slots, start = [], 0
+        for name in names:
+            box = chunk.specs[name].local_box(self._mesh)
+            slots.append(Slot(chunk.specs[name], box, start, chunk.weights[name]))
+            start += box.numel
+        replicas = prod(self._mesh.size(axis) for axis in treatment.reduce_axes)
+        replica = self._mesh.ranks_along(*treatment.reduce_axes).index(self._mesh.rank)
+        length = -(-start // replicas)  # of a shard, the last ones padded
+        weights = torch.zeros(length * replicas, dtype=treatment.dtype, device=slots[0].weight.device)
+        grads = torch.zeros_like(weights, dtype=grad_dtype)
+        share = slice(replica * length, (replica + 1) * length)
+        bucket = Bucket(
+            treatment=treatment,
+            slots=slots,
+            weights=weights,
+            grads=grads,
+            shard=share if self._zero_stage else slice(0, len(weights)),
+            norm_shard=share,
+            group=self._mesh.group(*treatment.reduce_axes),
+            contributions=sum(uses[slot.weight] for slot in slots),
+        )
+        for slot in slots:
+            place = slice(slot.start, slot.start + slot.box.numel)
+            weights[place].copy_(slot.weight.detach().view(-1))
+            slot.weight.data = weights[place].view(slot.box.shape)
+            self._by_weight[slot.weight] = bucket
+        return bucket
+
+    def _attach(self, chunk: Chunk) -> None:
+        """Have every parameter of the chunk accumulate into its place in the flat gradients."""
+        chunk.weight_grads.ready = self._ready
+        for weight in chunk.weights.values():
+            bucket = self._by_weight[weight]
+            slot = next(slot for slot in bucket.slots if slot.weight is weight)
+            chunk.weight_grads.into[weight] = bucket.grads[slot.start : slot.start + slot.box.numel].view(
+                slot.box.shape
+            )
+            weight.register_post_accumulate_grad_hook(_take_autograd_grad(chunk.weight_grads))  # type: ignore[no-untyped-call]
+
+    # ------------------------------------------------------------------ each step
+
+    def start(self, microbatches: int) -> None:
+        """Begin a step of this many microbatches with zero gradients."""
+        self._next = 0
+        for bucket in self.all:
+            bucket.grads.zero_()
+            bucket.missing = bucket.contributions * microbatches
+
+    def _ready(self, weight: Tensor) -> None:
+        """Count one contribution; start the reduction of every bucket that is complete and next in line."""
+        self._by_weight[weight].missing -= 1
+        while self._next < len(self.all) and self.all[self._next].missing == 0:
+            bucket = self.all[self._next]
+            if not (bucket.treatment.tied or bucket.treatment.partial_axes):  # those wait for other stages, or axes
+                self._start_reduction(bucket)
+            self._next += 1
+
+    def finish(self) -> None:
+        """Complete all reductions: then each replica's ``shard`` of every bucket holds the global gradient sum."""
+        for bucket in self.all:
+            assert bucket.missing == 0, f"{bucket.slots[0].spec.name}…: {bucket.missing} gradients never came"
+        late = [bucket for bucket in self.all if bucket.treatment.tied or bucket.treatment.partial_axes]
+        for bucket in late:
+            if bucket.treatment.tied:
+                stages = self._tied_stages[bucket.slots[0].spec.name]
+                all_reduce_(bucket.grads, self._mesh.group_of(self._mesh.tied_ranks(stages)))
+            for axis in bucket.treatment.partial_axes:
+                all_reduce_(bucket.grads, self._mesh.group(axis))
+            self._start_reduction(bucket)
+        for bucket in self.all:
+            bucket.wait()
+
+    def _start_reduction(self, bucket: Bucket) -> None:
+        if self._zero_stage:
+            work = start_reduce_scatter(bucket.grads[bucket.shard], bucket.grads, bucket.group)
+        else:
+            work = start_all_reduce(bucket.grads, bucket.group)
+        if work is not None:
+            bucket.works.append(work)
+
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the squared global gradient norm, a float64 number; sum it over the world."""
+        total = torch.zeros((), dtype=torch.float64, device=self.all[0].grads.device)
+        for bucket in self.all:
+            if bucket.treatment.counted:
+                grads = bucket.grads[bucket.norm_shard]
+                precision = torch.promote_types(grads.dtype, torch.float32)
+                total += torch.linalg.vector_norm(grads, dtype=precision).double().square()
+        return total
+
+    def start_gather(self) -> None:
+        """Begin to send each replica's updated shard of the weights to the others (ZeRO)."""
+        for bucket in self.all:
+            if self._zero_stage:
+                work = start_all_gather(bucket.weights, bucket.weights[bucket.shard], bucket.group)
+                bucket.works += [work] if work is not None else []
+
+    def wait_gather(self) -> None:
+        """Wait until every weight is whole again; call it before the next forward, a save or an evaluation."""
+        for bucket in self.all:
+            bucket.wait()
+
+
+def _take_autograd_grad(weight_grads: WeightGrads) -> Callable[[Tensor], None]:
+    """A hook for weights whose gradient autograd computes (norms): move it into the flat buffer."""
+
+    def take(weight: Tensor) -> None:
+        assert weight.grad is not None
+        weight_grads.into[weight].add_(weight.grad)
+        weight.grad = None
+        weight_grads.ready(weight)
+
+    return take
+
+
+def _block(name: str) -> str:
+    """The block a parameter belongs to: ``layers.3``, or its own name outside the layers."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else name
+
+
+def _bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
