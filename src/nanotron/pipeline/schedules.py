@@ -1,0 +1,253 @@
+"""Pipeline schedules: who holds which stage, and in what order every rank works.
+
+A schedule is data. Its order is a short generator `(rank, ranks, microbatches) -> actions`; everything else is derived
+from it: the sends and receives (communication.py), the proof that it cannot hang (simulate.py), the picture
+(timeline.py) and the run (engine.py). A rank holds `num_chunks` chunks of the model; a *stage* is a chunk's position in
+the whole model, 0..ranks * num_chunks - 1. The drawings have one row per rank, time runs to the right, F = B = W = 1:
+
+    3    forward of microbatch 3           b3   its backward: gradient of the chunk's input, which leaves at once
+    3'   the same in the rank's chunk 1    w3   its backward: gradients of the chunk's weights
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+
+class Action(NamedTuple):
+    """One unit of work of a rank: `kind` of one microbatch through one of its chunks.
+
+    F: forward. B: gradient of the chunk's input. W: gradients of the chunk's weights. BW: B, send its result, then W.
+    """
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Placement = Callable[[int, int, int], int]
+ActionOrder = Callable[[int, int, int], Iterable[Action]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The placement of stages on `ranks` ranks and every rank's order of actions.
+
+    `place(rank, chunk, ranks)` is a stage, `order(rank, ranks, microbatches)` yields that rank's actions.
+    """
+
+    name: str
+    ranks: int
+    num_chunks: int
+    place: Placement
+    order: ActionOrder
+
+    @property
+    def num_stages(self) -> int:
+        """How many pieces the model is cut into."""
+        return self.ranks * self.num_chunks
+
+    def placement(self, rank: int, chunk: int) -> int:
+        """The stage that is this rank's chunk."""
+        return self.place(rank, chunk, self.ranks)
+
+    def actions(self, rank: int, microbatches: int) -> list[Action]:
+        """What a rank does with a batch of this many microbatches, in order."""
+        return [Action(*action) for action in self.order(rank, self.ranks, microbatches)]
+
+    @cached_property
+    def holders(self) -> dict[int, tuple[int, int]]:
+        """stage -> (rank, chunk)."""
+        return {
+            self.placement(rank, chunk): (rank, chunk) for rank in range(self.ranks) for chunk in range(self.num_chunks)
+        }
+
+
+def loop(rank: int, chunk: int, ranks: int) -> int:
+    """Stages run round and round the ranks: chunk 1 of rank 0 follows chunk 0 of the last rank."""
+    return rank + chunk * ranks
+
+
+def vee(rank: int, chunk: int, ranks: int) -> int:
+    """Stages run down the ranks and back up: rank 0 holds the first and the last one."""
+    return rank if chunk == 0 else 2 * ranks - 1 - rank
+
+
+def afab(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """All forwards, then all backwards: the plainest, but every microbatch is alive at once.
+
+    0  1  2  3  .  .  b0 w0 b1 w1 b2 w2 b3 w3
+    .  0  1  2  3  b0 w0 b1 w1 b2 w2 b3 w3 .
+    """
+    for microbatch in range(microbatches):
+        yield Action("F", microbatch)
+    for microbatch in range(microbatches):
+        yield Action("BW", microbatch)
+
+
+def one_f_one_b(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """One forward, one backward in turn: as long as afab, but rank r keeps at most ranks - r microbatches alive.
+
+    0  1  .  b0 w0 2  b1 w1 3  b2 w2 .  b3 w3
+    .  0  b0 w0 1  b1 w1 2  b2 w2 3  b3 w3 .
+
+    arXiv 2104.04473, section 2.2.1 (PipeDream-Flush).
+    """
+    warmup = min(ranks - 1 - rank, microbatches)
+    for microbatch in range(warmup):
+        yield Action("F", microbatch)
+    for microbatch in range(microbatches):
+        if warmup + microbatch < microbatches:
+            yield Action("F", warmup + microbatch)
+        yield Action("BW", microbatch)
+
+
+def interleaved_1f1b(rank: int, ranks: int, microbatches: int, *, num_chunks: int) -> Iterator[Action]:
+    """1f1b over several small chunks per rank, ranks microbatches at a time: the bubble shrinks num_chunks-fold.
+
+    0   1   0'  1'  2   b0' w0' 3   b1' w1' 2'  b0  w0  3'  b1  w1  .   b2' w2' .   b3' w3' b2  w2  b3  w3
+    .   0   1   0'  b0' w0' 1'  b1' w1' 2   b0  w0  3   b1  w1  2'  b2' w2' 3'  b3' w3' b2  w2  b3  w3  .
+
+    The price is num_chunks times the messages and more warm-up microbatches alive. arXiv 2104.04473, section 2.2.2.
+    """
+
+    def turn(kind: str, index: int) -> Action:
+        group, place = divmod(index, ranks * num_chunks)
+        chunk = place // ranks if kind == "F" else num_chunks - 1 - place // ranks
+        return Action(kind, group * ranks + place % ranks, chunk)
+
+    total = microbatches * num_chunks
+    warmup = min(total, 2 * (ranks - 1 - rank) + (num_chunks - 1) * ranks)
+    for index in range(warmup):
+        yield turn("F", index)
+    for index in range(total):
+        if warmup + index < total:
+            yield turn("F", warmup + index)
+        yield turn("BW", index)
+
+
+def zb_h1(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """1f1b whose later ranks put weight gradients off: none holds more than rank 0 did, and the bubble shrinks.
+
+    0  1  2  .  .  b0 w0 3  b1 w1 b2 w2 b3 w3
+    .  0  1  .  b0 2  b1 w0 3  b2 w1 b3 w2 w3
+    .  .  0  b0 1  b1 2  b2 w0 3  b3 w1 w2 w3
+
+    Rank r is r microbatches behind with W, so B reaches rank 0 sooner, and W fills what 1f1b leaves idle at the end.
+    arXiv 2401.10241, section 3.1.
+    """
+    warmup = min(ranks - 1 - rank, microbatches)
+    for microbatch in range(warmup):
+        yield Action("F", microbatch)
+    for microbatch in range(microbatches):
+        if warmup + microbatch < microbatches:
+            yield Action("F", warmup + microbatch)
+        yield Action("B", microbatch)
+        if microbatch >= rank:
+            yield Action("W", microbatch - rank)
+    for microbatch in range(max(0, microbatches - rank), microbatches):
+        yield Action("W", microbatch)
+
+
+def zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    """Two chunks per rank laid out as a V (`vee`): almost no bubble, every rank holds as much as 1f1b's rank 0.
+
+    0   1   2   0'  b0' w0' 1'  b1' w1' 3   b0  w0  2'  b2' w2' b1  w1  3'  b3' w3' b2  w2  b3  w3  .
+    .   0   0'  1   1'  b0' w0' 2   b0  w0  2'  b1' w1' 3   b1  w1  3'  b2' w2' b2  b3' b3  w2  w3' w3
+
+    The last stage sits on rank 0, so backwards start there early and every rank is as loaded as any other.
+    arXiv 2401.10241, section 6. With fewer than 2 * ranks - 1 microbatches the missing ones are left out.
+    """
+    count = max(microbatches, 2 * ranks - 1)
+    for action in _zbv_full(rank, ranks, count):
+        if action.microbatch < microbatches:
+            yield action
+
+
+def _zbv_full(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+    done: Counter[tuple[str, int]] = Counter()
+
+    def following(kinds: str, chunk: int) -> Iterator[Action]:
+        for kind in kinds:
+            yield Action(kind, done[kind, chunk], chunk)
+            done[kind, chunk] += 1
+
+    for _ in range(2 * (ranks - rank) - 1):  # fill the way down
+        yield from following("F", 0)
+    for _ in range(rank):  # and the way back up
+        yield from following("F", 1)
+        yield from following("F", 0)
+    for _ in range(ranks - rank):  # backwards come down from rank 0's last stage
+        yield from following("FBW", 1)
+    while done["F", 1] < microbatches:  # steady: both chunks in turn
+        yield from following("F" if done["F", 0] < microbatches else "", 0)
+        yield from following("BW", 0)
+        yield from following("FBW", 1)
+    for _ in range(rank):  # drain: B as soon as possible, W where nothing else is left
+        yield from following("B", 0)
+        yield from following("B", 1)
+    for _ in range(ranks - rank):
+        yield from following("BW", 0)
+    for chunk in (1, 0):
+        while done["W", chunk] < microbatches:
+            yield from following("W", chunk)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a name of `parallelism.pp_engine` stands for; `virtual_stages` is its fixed number of chunks, if any."""
+
+    order: Callable[..., Iterable[Action]]
+    place: Placement = loop
+    virtual_stages: int | None = 1
+
+
+_FAMILIES = {
+    "afab": _Family(afab),
+    "1f1b": _Family(one_f_one_b),
+    "interleaved_1f1b": _Family(interleaved_1f1b, virtual_stages=None),
+    "zb_h1": _Family(zb_h1),
+    "zbv": _Family(zbv, place=vee, virtual_stages=2),
+}
+SCHEDULE_NAMES = tuple(_FAMILIES)
+
+
+def num_chunks_of(name: str, virtual_stages: int) -> int:
+    """Chunks per rank of a built-in schedule: `parallelism.pp_virtual_stages` where the schedule leaves it free."""
+    fixed = _FAMILIES[name].virtual_stages
+    return virtual_stages if fixed is None else fixed
+
+
+def get_schedule(name: str, ranks: int, virtual_stages: int = 1) -> Schedule:
+    """A built-in schedule for this many ranks."""
+    family, num_chunks = _FAMILIES[name], num_chunks_of(name, virtual_stages)
+    order = partial(family.order, num_chunks=num_chunks) if family.virtual_stages is None else family.order
+    return Schedule(name, ranks, num_chunks, family.place, order)
+
+
+def schedule_problems(name: str, ranks: int, virtual_stages: int, microbatches: int) -> list[str]:
+    """Why this built-in schedule cannot run so, one line per rule broken; empty when it can."""
+    problems = []
+    fixed = _FAMILIES[name].virtual_stages
+    if virtual_stages < 1:
+        problems.append(f"parallelism.pp_virtual_stages={virtual_stages} must be at least 1")
+    elif fixed is not None and virtual_stages not in (1, fixed):
+        problems.append(
+            f"parallelism.pp_virtual_stages={virtual_stages} does not fit parallelism.pp_engine={name}, which has "
+            f"{fixed} per rank; leave pp_virtual_stages out, or use pp_engine: interleaved_1f1b"
+        )
+    if name == "interleaved_1f1b" and microbatches % ranks:
+        below = microbatches // ranks * ranks
+        nearest = below if below and microbatches - below <= ranks // 2 else below + ranks
+        problems.append(
+            f"tokens.batch_accumulation_per_replica={microbatches} is not a multiple of parallelism.pp={ranks}, which "
+            f"pp_engine: interleaved_1f1b needs; the nearest is {nearest}"
+        )
+    return problems

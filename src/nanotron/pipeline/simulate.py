@@ -1,0 +1,179 @@
+"""The proof of a schedule before it may run, and what it will cost.
+
+Two questions, two answers. Can it hang? `rendezvous` executes exactly the lists that the engine issues under the worst
+rules there are: every transfer blocks both of its ranks until both have come to it. How long does it take?
+`execute` (timeline.py) lets transfers overlap computation, as they do over gloo and nccl.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanotron.errors import ConfigError
+from nanotron.pipeline.communication import Exchange, Program, Step, Transfer, communication
+from nanotron.pipeline.schedules import Action, Schedule
+from nanotron.pipeline.timeline import Message, StageCost, Timeline, execute, input_of, split_fused, unit_costs
+
+
+class Peak(NamedTuple):
+    """The most that one rank holds at once, counted in microbatches of one chunk."""
+
+    activations: int  # forward done, backward not yet: autograd's saved tensors
+    stashes: int  # B done, W not yet: what the weight gradients still need
+    held: int  # both together
+    received: int  # inputs and output gradients that arrived and are not used yet
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A proven schedule: what every rank issues, when it runs, and each rank's peak memory."""
+
+    programs: list[Program]
+    timeline: Timeline
+    peaks: list[Peak]
+
+
+def simulate(
+    schedule: Schedule,
+    microbatches: int,
+    cost: StageCost = unit_costs,
+    *,
+    transfer: float = 0.0,
+    eager_weights: bool = False,
+) -> Simulation:
+    """Prove a schedule, then time it (arguments as in `execute`). Raises ConfigError naming rank, stage and action."""
+    programs = prove(schedule, microbatches)
+    timeline = execute(schedule, microbatches, cost, transfer=transfer, eager_weights=eager_weights)
+    return Simulation(programs, timeline, [peak(schedule, rank, program) for rank, program in enumerate(programs)])
+
+
+def prove(schedule: Schedule, microbatches: int) -> list[Program]:
+    """Every rank's program, after checking that it does all the work once and cannot hang."""
+    check_actions(schedule, microbatches)
+    programs = communication(schedule, microbatches)
+    rendezvous(schedule, programs)
+    return programs
+
+
+def check_actions(schedule: Schedule, microbatches: int) -> None:
+    """Each microbatch goes forward, backward and into the weights once per chunk, in an order that keeps its sums.
+
+    W must follow the order of B in every chunk: each weight's gradients are summed first-in first-out, whenever W runs.
+    """
+    name = f"schedule {schedule.name}"
+    places = [(rank, chunk) for rank in range(schedule.ranks) for chunk in range(schedule.num_chunks)]
+    stages = sorted(schedule.placement(*place) for place in places)
+    if stages != list(range(schedule.num_stages)):
+        raise ConfigError(
+            f"{name} places stages {stages}; each of 0..{schedule.num_stages - 1} must be held exactly once"
+        )
+    for rank in range(schedule.ranks):
+        actions = split_fused(schedule.actions(rank, microbatches))
+        expected = {
+            Action(kind, microbatch, chunk)
+            for kind in "FBW"
+            for microbatch in range(microbatches)
+            for chunk in range(schedule.num_chunks)
+        }
+        counts = Counter(actions)
+        for action in sorted(expected | counts.keys()):
+            if counts[action] != (action in expected):
+                held = 0 <= action.chunk < schedule.num_chunks
+                where = f"stage {schedule.placement(rank, action.chunk)}" if held else f"chunk {action.chunk}"
+                raise ConfigError(
+                    f"{name}, rank {rank}: {action.kind} of microbatch {action.microbatch} in {where} appears "
+                    f"{counts[action]} times instead of {int(action in expected)}; every rank must do F, B and W of "
+                    f"each of its {microbatches} microbatches and {schedule.num_chunks} chunks exactly once"
+                )
+        _check_order(schedule, rank, actions)
+
+
+def _check_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:
+    position = {action: index for index, action in enumerate(actions)}
+    for action in actions:
+        for earlier, later in ("FB", "BW"):
+            before = action._replace(kind=earlier)
+            if action.kind == later and position[before] > position[action]:
+                raise ConfigError(
+                    f"schedule {schedule.name}, rank {rank}: {action} of stage "
+                    f"{schedule.placement(rank, action.chunk)} comes before its {before}; move it behind"
+                )
+    for chunk in range(schedule.num_chunks):
+        backward, weights = (
+            [action.microbatch for action in actions if action.kind == kind and action.chunk == chunk] for kind in "BW"
+        )
+        for expected, found in zip(backward, weights, strict=True):
+            if expected != found:
+                raise ConfigError(
+                    f"schedule {schedule.name}, rank {rank}: W{found} of stage {schedule.placement(rank, chunk)} "
+                    f"overtakes W{expected}; W must follow the order of B, so that weight gradients are summed in order"
+                )
+
+
+def rendezvous(schedule: Schedule, programs: Sequence[Program]) -> None:
+    """Execute programs with every transfer blocking both its ends; ConfigError names who hangs, where, on what."""
+    positions = [0] * len(programs)
+    done: set[Transfer] = set()
+
+    def current(rank: int) -> Step | None:
+        return programs[rank][positions[rank]] if positions[rank] < len(programs[rank]) else None
+
+    runnable = list(range(len(programs)))
+    while runnable:
+        rank = runnable.pop()
+        step = current(rank)
+        while step is not None:
+            if isinstance(step, Exchange):
+                offer = current(step.peer)
+                met = set(step.transfers) & set(offer.transfers) if isinstance(offer, Exchange) else set()
+                done |= met
+                if met:
+                    runnable.append(step.peer)
+                if not done.issuperset(step.transfers):
+                    break
+            else:
+                _check_input(schedule, rank, step, done)
+            positions[rank] += 1
+            step = current(rank)
+    hangs = [_hang(schedule, rank, programs[rank][positions[rank] :]) for rank in range(len(programs)) if current(rank)]
+    if hangs:
+        raise ConfigError(hangs)
+
+
+def _check_input(schedule: Schedule, rank: int, action: Action, done: set[Transfer]) -> None:
+    need = input_of(schedule, rank, action)
+    if need is None:
+        return
+    source = schedule.holders[need.stage - 1 if need.kind == "F" else need.stage + 1][0]
+    if source != rank and Transfer(need, source, rank) not in done:
+        raise ConfigError(
+            f"schedule {schedule.name}: rank {rank} starts {action} of stage {need.stage} before it receives {need}"
+        )
+
+
+def _hang(schedule: Schedule, rank: int, left: Program) -> str:
+    following = next((step for step in left if isinstance(step, Action)), None)
+    before = (
+        f", before {following} of stage {schedule.placement(rank, following.chunk)}" if following else ", its last step"
+    )
+    return f"schedule {schedule.name}: rank {rank} hangs in {left[0]}{before}; its peer never comes to that transfer"
+
+
+def peak(schedule: Schedule, rank: int, program: Program) -> Peak:
+    """What one rank holds at most while it executes its program; taking a W early can only make it less."""
+    done: Counter[str] = Counter()
+    unused: set[Message] = set()
+    most = Peak(0, 0, 0, 0)
+    for step in program:
+        if isinstance(step, Exchange):
+            unused |= {transfer.message for transfer in step.transfers if transfer.target == rank}
+        else:
+            done.update(step.kind)  # BW is one B and one W, and its stash lives no longer than itself
+            need = input_of(schedule, rank, step)
+            unused -= {need} if need else set()
+        now = Peak(done["F"] - done["B"], done["B"] - done["W"], done["F"] - done["W"], len(unused))
+        most = Peak(*map(max, most, now))
+    return most
