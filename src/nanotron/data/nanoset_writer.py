@@ -1,0 +1,93 @@
+"""Writing one Nanoset file triple: nothing is visible under its final name before all of it is on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+
+def token_bytes_for(vocab_size: int) -> int:
+    """Bytes per token: 2 while every id fits 16 bits, else 4 (datatrove's rule)."""
+    return 2 if vocab_size <= 2**16 else 4
+
+
+def metadata_text(tokenizer: str, token_bytes: int, num_tokens: int) -> str:
+    """The three lines of a `.ds.metadata` file."""
+    scaled, suffix = float(num_tokens), ""
+    for larger in ("k", "M", "G", "T"):
+        if scaled < 1000:
+            break
+        scaled, suffix = scaled / 1000, larger
+    return f"{tokenizer}|{token_bytes}\n{num_tokens}\n{scaled:.3g} {suffix}T"
+
+
+class NanosetWriter:
+    """Writes `X.ds`, `X.ds.index` and `X.ds.metadata`; as a context manager it commits, or removes all on an error.
+
+    The tokens go to `X.ds.partial` first. On commit the index and the metadata are put in place, then the tokens: a
+    visible `.ds` is complete. A file without any token is not put in place at all.
+    """
+
+    def __init__(self, path: str, *, tokenizer: str, token_bytes: int) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._dtype = np.dtype(f"<u{token_bytes}")
+        self._tokens: BinaryIO = open(f"{path}.partial", "wb")  # noqa: SIM115 (closed by commit or discard)
+        self._lengths: list[npt.NDArray[np.int64]] = []
+        self.num_tokens = 0
+        self.num_documents = 0
+
+    def write(self, documents: Sequence[Sequence[int]]) -> None:
+        """Append documents, each a sequence of token ids."""
+        lengths = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
+        total = int(lengths.sum())
+        tokens = np.fromiter(chain.from_iterable(documents), dtype=self._dtype, count=total)
+        self._tokens.write(tokens.tobytes())
+        self._lengths.append(lengths)
+        self.num_tokens += total
+        self.num_documents += len(documents)
+
+    def commit(self) -> None:
+        """Put the three files in place, the tokens last."""
+        self._tokens.flush()
+        os.fsync(self._tokens.fileno())
+        self._tokens.close()
+        if self.num_tokens == 0:
+            os.remove(f"{self._path}.partial")
+            return
+        ends = np.cumsum(np.concatenate(self._lengths)).astype("<u8")
+        write_atomically(f"{self._path}.index", ends.tobytes())
+        text = metadata_text(self._tokenizer, self._dtype.itemsize, self.num_tokens)
+        write_atomically(f"{self._path}.metadata", text.encode())
+        os.replace(f"{self._path}.partial", self._path)
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        self._tokens.close()
+        os.remove(f"{self._path}.partial")
+
+    def __enter__(self) -> NanosetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.discard()
+
+
+def write_atomically(path: str, content: bytes) -> None:
+    """Write a small file so that its final name never shows a part of it."""
+    with open(f"{path}.partial", "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(f"{path}.partial", path)

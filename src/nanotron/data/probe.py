@@ -1,0 +1,127 @@
+"""Questions about a run's data that `nanotron check` asks before anything starts; none of them imports torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from nanotron.config import Config, DatasetStageArgs, EmbeddedCorpusArgs, NanosetDatasetsArgs
+from nanotron.data.blend import round_weights
+from nanotron.data.corpus import VOCAB_SIZE
+from nanotron.data.nanoset import NanosetFile, find_nanoset_files, read_metadata
+from nanotron.data.token_files import open_token_files
+from nanotron.data.tokenizer import load_tokenizer, tokenizer_file, vocab_size
+from nanotron.data.windows import TokenWindows
+from nanotron.errors import ConfigError
+
+
+class DataProblem(NamedTuple):
+    """One thing wrong with the data: the key of the config that leads to it, and what is wrong."""
+
+    path: tuple[str | int, ...]
+    text: str
+
+    def __str__(self) -> str:
+        dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path)
+        return f"{dotted.removeprefix('.')}: {self.text}"
+
+
+def probe_stages(config: Config) -> list[DataProblem]:
+    """Everything wrong with the data of every stage, as far as metadata and file sizes tell."""
+    problems = []
+    for number, stage in enumerate(config.data_stages):
+        path = ("data_stages", number, "data", "dataset")
+        problems += [DataProblem((*path, *key), text) for key, text in _dataset_problems(config, stage)]
+    try:
+        size = model_vocab_size(config)
+    except ConfigError as error:
+        problems.append(DataProblem(("model", "model_config", "vocab_size"), str(error)))
+        return problems
+    data_size = tokenizer_vocab_size(config)
+    if data_size is not None and data_size > size:
+        text = f"{size} is smaller than the tokenizer's vocabulary of {data_size}; set at least {data_size}"
+        problems.append(DataProblem(("model", "model_config", "vocab_size"), text))
+    return problems
+
+
+def _dataset_problems(config: Config, stage: DatasetStageArgs) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    dataset = stage.data.dataset
+    if not isinstance(dataset, NanosetDatasetsArgs):
+        return
+    folders = dataset.dataset_folder
+    for name in ("dataset_weights", "dataset_max_tokens"):
+        values = getattr(dataset, name)
+        if isinstance(values, list) and len(values) != len(folders):
+            yield (name,), f"{len(values)} values for {len(folders)} folders of dataset_folder; give one for each"
+    if dataset.dataset_weights is not None and len(dataset.dataset_weights) == len(folders):
+        try:
+            round_weights(dataset.dataset_weights)
+        except ConfigError as error:
+            yield ("dataset_weights",), str(error)
+    for number, folder in enumerate(folders):
+        try:
+            files = open_token_files(folder, token_bytes=dataset.token_size_in_bytes)
+            TokenWindows(folder, files, stage.sequence_length or config.tokens.sequence_length)
+            for file in files:
+                if isinstance(file, NanosetFile) and file.num_tokens:
+                    _ = file.document_ends  # checks the size of the index and its last entry
+        except (ConfigError, OSError) as error:
+            yield ("dataset_folder", number), str(error)
+
+
+def tokenizer_name(config: Config) -> str | None:
+    """The tokenizer of the run's data: the config's, else what the first data set with one says."""
+    if config.tokenizer.tokenizer_name_or_path:
+        return config.tokenizer.tokenizer_name_or_path
+    for stage in config.data_stages:
+        dataset = stage.data.dataset
+        if isinstance(dataset, EmbeddedCorpusArgs):
+            return os.path.join(dataset.folder, "tokenizer.json")
+        if isinstance(dataset, NanosetDatasetsArgs):
+            name = dataset.tokenizer_name or _folder_tokenizer(dataset.dataset_folder[0])
+            if name:
+                return name
+    return None
+
+
+def _folder_tokenizer(folder: str) -> str | None:
+    """A tokenizer.json that lies in the folder, else the name in the first file's metadata."""
+    inside = tokenizer_file(folder) if os.path.isdir(folder) else None
+    if inside or not os.path.isdir(folder):
+        return inside
+    for path in find_nanoset_files(folder)[:1]:
+        try:
+            metadata = read_metadata(path)
+        except ConfigError:
+            return None  # reported with the folder's other problems
+        if metadata and metadata.tokenizer and metadata.tokenizer != "Unknown Tokenizer":
+            return metadata.tokenizer
+    return None
+
+
+def tokenizer_vocab_size(config: Config) -> int | None:
+    """The vocabulary of the data's tokenizer when it can be told without the network, else None."""
+    name = tokenizer_name(config)
+    if name is not None and tokenizer_file(name):
+        return vocab_size(load_tokenizer(name))
+    for stage in config.data_stages:
+        dataset = stage.data.dataset
+        if isinstance(dataset, EmbeddedCorpusArgs):
+            return VOCAB_SIZE
+        if isinstance(dataset, NanosetDatasetsArgs) and dataset.vocab_size:
+            return dataset.vocab_size
+    return None
+
+
+def model_vocab_size(config: Config) -> int:
+    """The model's vocab_size: the config's, else the tokenizer's."""
+    if config.model.model_config.vocab_size is not None:
+        return config.model.model_config.vocab_size
+    size = tokenizer_vocab_size(config)
+    if size is not None:
+        return size
+    name = tokenizer_name(config)
+    if name is None:
+        raise ConfigError("no tokenizer tells the vocabulary of this data; set vocab_size or tokenizer_name_or_path")
+    return vocab_size(load_tokenizer(name))

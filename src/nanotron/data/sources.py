@@ -1,0 +1,87 @@
+"""From the config's data_stages to stages with open sources."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanotron.config import Config, DatasetStageArgs, EmbeddedCorpusArgs, NanosetDatasetsArgs
+from nanotron.data.corpus import prepare_corpus
+from nanotron.data.dummy import DummySource
+from nanotron.data.probe import model_vocab_size
+from nanotron.data.stage import Stage
+from nanotron.data.token_files import open_token_files
+from nanotron.data.tokenizer import end_of_document_id
+from nanotron.data.windows import IndexedSource, TokenFile, TokenWindows
+
+if TYPE_CHECKING:
+    from nanotron.config.data import AnyDataset
+
+
+@dataclass(frozen=True)
+class ScheduledStage:
+    """A stage and the facts of the config that the feed needs."""
+
+    name: str
+    start: int
+    sequence_length: int
+    stage: Stage
+
+
+def build_stages(config: Config) -> list[ScheduledStage]:
+    """Open every stage's sources, in order of start."""
+    vocab_size = model_vocab_size(config)
+    ordered = sorted(config.data_stages, key=lambda stage: stage.start_training_step)
+    return [_build_stage(config, stage, vocab_size) for stage in ordered]
+
+
+def _build_stage(config: Config, args: DatasetStageArgs, vocab_size: int) -> ScheduledStage:
+    sequence_length = args.sequence_length or config.tokens.sequence_length
+    sources = open_sources(config, args, args.data.dataset, sequence_length, vocab_size)
+    stage = Stage(
+        args.name,
+        sources,
+        getattr(args.data.dataset, "dataset_weights", None),
+        seed=args.data.seed,
+        shuffle_block=args.data.shuffle_block,
+        repeat=args.data.repeat,
+    )
+    return ScheduledStage(args.name, args.start_training_step, sequence_length, stage)
+
+
+def open_sources(
+    config: Config, args: DatasetStageArgs, dataset: AnyDataset | None, sequence_length: int, vocab_size: int
+) -> list[IndexedSource]:
+    """The sources of one data set, cut into windows of sequence_length + 1 tokens."""
+    if dataset is None:
+        return [DummySource(args.data.seed, args.name, sequence_length, vocab_size)]
+    if isinstance(dataset, EmbeddedCorpusArgs):
+        files = open_token_files(prepare_corpus(dataset.folder))
+        return [TokenWindows(dataset.corpus, files, sequence_length, vocab_size=vocab_size)]
+    if isinstance(dataset, NanosetDatasetsArgs):
+        return _open_folders(config, dataset, sequence_length, vocab_size)
+    raise AssertionError(f"no source reads {type(dataset).__name__}")
+
+
+def _open_folders(
+    config: Config, dataset: NanosetDatasetsArgs, sequence_length: int, vocab_size: int
+) -> list[IndexedSource]:
+    limits = dataset.dataset_max_tokens
+    max_tokens = limits if isinstance(limits, list) else [limits] * len(dataset.dataset_folder)
+    sources: list[IndexedSource] = []
+    for folder, limit in zip(dataset.dataset_folder, max_tokens, strict=True):
+        files = open_token_files(folder, token_bytes=dataset.token_size_in_bytes)
+        tokenizer = dataset.tokenizer_name or config.tokenizer.tokenizer_name_or_path
+        eos_id = _end_of_document_id(files, tokenizer)
+        sources.append(
+            TokenWindows(folder, files, sequence_length, vocab_size=vocab_size, eos_id=eos_id, max_tokens=limit)
+        )
+    return sources
+
+
+def _end_of_document_id(files: Sequence[TokenFile], tokenizer: str | None) -> int | None:
+    """The token that ends documents, asked of the tokenizer only if some file has no index of its documents."""
+    if tokenizer is None or all(file.knows_documents for file in files):
+        return None
+    return end_of_document_id(tokenizer)

@@ -1,0 +1,145 @@
+"""Windows: the rows that training reads, cut from a source's concatenated token files.
+
+    files   [ a a a | b b b b b ] [ c c c c c c | d d ]        one stream of T tokens; | and file edges start documents
+    S = 4   └─────────┘                                        window 0: tokens 0 … 4
+                    └─────────┘                                window 1: tokens 4 … 8   (steps by S, shares one token)
+
+Every token but the first is a target once per epoch; a tail shorter than S+1 tokens is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from nanotron.data.order import Indices
+from nanotron.errors import ConfigError
+
+
+class Window(NamedTuple):
+    """One row before it becomes tokens and labels."""
+
+    tokens: npt.NDArray[np.int64]
+    """[S+1]"""
+    starts: Indices | None
+    """Indices in 1 … S at which a new document begins, ascending; None: this source does not know its documents."""
+    targets: npt.NDArray[np.bool_] | None = None
+    """[S+1] whether each token may be a target; None: all may."""
+
+
+class TokenFile(Protocol):
+    """A file of tokens that is read by ranges and never in full."""
+
+    path: str
+    num_tokens: int
+
+    @property
+    def knows_documents(self) -> bool:
+        """Whether the file comes with an index of its documents."""
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The tokens [start, stop)."""
+
+    def starts(self, start: int, stop: int) -> Indices | None:
+        """The offsets strictly between start and stop at which a document begins; None: boundaries are unknown."""
+
+    def byte_offset(self, token: int) -> int:
+        """Where token number `token` lies in the file, for error messages."""
+
+
+class IndexedSource(Protocol):
+    """A source in which any window can be asked for by its number: a pure function."""
+
+    name: str
+
+    def __len__(self) -> int:
+        """The number of windows in one epoch."""
+
+    def window(self, index: int) -> Window:
+        """Window number `index`, the same at every call and on every rank."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the data, for comparison when a run resumes."""
+
+
+class TokenWindows:
+    """The windows of several token files read as one stream; start-up and memory grow with files, not with tokens."""
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[TokenFile],
+        sequence_length: int,
+        *,
+        vocab_size: int | None = None,
+        eos_id: int | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """`eos_id` marks the end of documents in files without an index; tokens past `max_tokens` are left out."""
+        self.name = name
+        self._files = [file for file in files if file.num_tokens > 0]
+        self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        self._eos_id = eos_id
+        self._ends = np.cumsum([file.num_tokens for file in self._files], dtype=np.int64)
+        self.num_tokens = int(self._ends[-1]) if self._files else 0
+        if max_tokens is not None:
+            self.num_tokens = min(self.num_tokens, max_tokens)
+        self._num_windows = max(0, self.num_tokens - 1) // sequence_length
+        if self._num_windows == 0:
+            raise ConfigError(
+                f"{name} holds {self.num_tokens} tokens, fewer than one window of tokens.sequence_length + 1 = "
+                f"{sequence_length + 1}; use more data or a shorter sequence"
+            )
+
+    def __len__(self) -> int:
+        return self._num_windows
+
+    def window(self, index: int) -> Window:
+        """Tokens [index·S, index·S + S], wherever the file edges are."""
+        assert 0 <= index < self._num_windows, f"window {index} of {self._num_windows} in {self.name}"
+        start = index * self._sequence_length
+        stop = start + self._sequence_length + 1
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        parts: list[npt.NDArray[np.int64]] = []
+        starts: list[Indices] | None = []
+        while start < stop:
+            file = self._files[number]
+            file_start = int(self._ends[number]) - file.num_tokens
+            first, last = start - file_start, min(stop - file_start, file.num_tokens)
+            tokens = self._read(file, first, last)
+            row_offset = sum(map(len, parts))
+            if parts and starts is not None:
+                starts.append(np.array([row_offset]))
+            inside = self._starts(file, first, last, tokens)
+            starts = None if inside is None or starts is None else [*starts, inside - first + row_offset]
+            parts.append(tokens)
+            start = file_start + last
+            number += 1
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return Window(tokens, None if starts is None else np.concatenate(starts).astype(np.int64))
+
+    def _read(self, file: TokenFile, first: int, last: int) -> npt.NDArray[np.int64]:
+        tokens = file.read(first, last)
+        if self._vocab_size is not None and int(tokens.max()) >= self._vocab_size:
+            position = first + int(np.argmax(tokens >= self._vocab_size))
+            raise ConfigError(
+                f"{file.path}: token id {int(tokens.max())} at byte {file.byte_offset(position)} is not below "
+                f"vocab_size={self._vocab_size}; use the tokenizer the file was written with"
+            )
+        return tokens
+
+    def _starts(self, file: TokenFile, first: int, last: int, tokens: npt.NDArray[np.int64]) -> Indices | None:
+        starts = file.starts(first, last)
+        if starts is None and self._eos_id is not None:
+            starts = np.flatnonzero(tokens[:-1] == self._eos_id) + 1 + first
+        return starts
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Names and sizes of the files, a hash of the first and of the last MiB, and the number of windows."""
+        from nanotron.data.fingerprint import fingerprint_files
+
+        return {**fingerprint_files([file.path for file in self._files]), "windows": self._num_windows}
