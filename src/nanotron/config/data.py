@@ -13,9 +13,19 @@ DEFAULT_STAGE_NAME = "Training"
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | int) else value
 
 
+def _names_kind(value: Any) -> str:
+    return "list of names" if isinstance(value, list) else "names to fractions" if isinstance(value, dict) else "name"
+
+
+HuggingFaceNames = Annotated[
+    Annotated[str, Tag("name")]
+    | Annotated[list[str], Tag("list of names")]
+    | Annotated[dict[str, Float], Tag("names to fractions")],
+    Discriminator(_names_kind),
+]
 StringList = Annotated[list[str], BeforeValidator(_as_list)]
 
 
@@ -65,7 +75,9 @@ class NanosetDatasetsArgs:
     def _split_weights(cls, values: Any) -> Any:
         """Accept `dataset_folder: {folder: weight}`, as older files have it."""
         given = values.kwargs if isinstance(values, ArgsKwargs) else values
-        folders = given.get("dataset_folder") if isinstance(given, dict) else None
+        if not isinstance(given, dict):
+            return values
+        folders = given.get("dataset_folder")
         if not isinstance(folders, dict) or given.get("dataset_weights") is not None:
             return values
         split = {**given, "dataset_folder": list(folders), "dataset_weights": list(folders.values())}
@@ -76,10 +88,10 @@ class NanosetDatasetsArgs:
 class PretrainDatasetsArgs:
     """Texts of Hugging Face data sets, tokenized when the run starts."""
 
-    hf_dataset_or_datasets: str | list[str] | dict[str, Float] = required(
+    hf_dataset_or_datasets: HuggingFaceNames = required(
         "A name or folder, a list of them, or a mapping to the fraction of each to use.", example="stas/openwebtext-10k"
     )
-    hf_dataset_splits: str | list[str] = key("train", "Split of the data set.")
+    hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
     dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
     dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.")
@@ -90,10 +102,10 @@ class PretrainDatasetsArgs:
 class SFTDatasetsArgs:
     """Prompts and completions of a Hugging Face data set; the loss is on completions only."""
 
-    hf_dataset_or_datasets: str | list[str] | dict[str, Float] = required(
+    hf_dataset_or_datasets: HuggingFaceNames = required(
         "A name or folder, a list of them, or a mapping to the fraction of each to use.", example="my/prompts"
     )
-    hf_dataset_splits: str | list[str] = key("train", "Split of the data set.")
+    hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
     dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
     dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.")
@@ -133,7 +145,16 @@ class DataArgs:
         None, "The data set; null is random tokens.", factory=default_dataset, derived="the embedded corpus"
     )
     seed: Int = key(42, "Seed of the order of samples.", ge=0)
-    num_loading_workers: Int = key(1, "Processes that load data.", ge=0)
+    num_loading_workers: Int = key(1, "Threads that load data ahead of the steps.", ge=0)
+    shuffle_block: Int | None = key(
+        None,
+        "Shuffle within blocks of this many neighbouring samples, and the blocks; kind to network file systems. "
+        "Null shuffles every sample over the whole data set.",
+        gt=0,
+    )
+    repeat: bool = key(
+        True, "Read a data set again, in another order, when it is used up; false ends the run there, after a save."
+    )
 
 
 @section
