@@ -1,0 +1,23 @@
+"""Checkpoints: boxes of global tensors in safetensors files, and an index written last.
+
+What the trainer calls, module by module (only ``write`` and ``read`` import torch):
+
+    write.Saver(checkpoints_path, rank, world, store, keep_last_n=…, keep_every=…)
+        .save(step, pieces, state, texts)   copies to host memory, returns; files are written by a thread
+        .poll()                             lines about saves that failed since the last call, the same on every rank
+        .wait()                             blocks until the save in flight is over; whether the last save is complete
+        .last_complete                      the newest step this saver has completed, or None
+    read.load(checkpoint, pieces)           fills the pieces' tensors, whatever the layout that saved them
+    resume.find_resume(…)                   which checkpoint a run continues from, by one process (``nanotron check``)
+    resume.agree_resume(…)                  the same for all ranks, after every file's checksums were verified
+    resume.newest_complete(checkpoints_path)
+    resume.read_state(checkpoint)           state.json
+    resume.check_shapes / check_data        refuse another model, or other data, with the differences
+
+``checkpoint`` is the folder of one step, ``checkpoints_path`` the folder that holds the steps; both may be URLs.
+The format is described byte for byte in docs/checkpoint-format.md.
+"""
+
+from nanotron.checkpoint.format import Piece
+
+__all__ = ["Piece"]

@@ -1,0 +1,60 @@
+"""What makes a checkpoint complete: the index over all ranks' boxes, written when every file is in place. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import xxhash
+
+from nanotron.checkpoint.format import INDEX, Index, StoredBox, StoredFile, StoredTensor, missing_elements
+from nanotron.checkpoint.storage import Folder
+from nanotron.params import Box
+
+
+def write_index(step: int, folder: Folder, documents: Mapping[str, str], reports: list[dict[str, Any]]) -> None:
+    """Write the text files and then index.json. A report is {file, size, boxes}, as each rank's writer gives it."""
+    files = {report["file"]: StoredFile(report["size"]) for report in reports if report["file"]}
+    for name, text in documents.items():
+        data = text.encode()
+        folder.write(name, [data])
+        files[name] = StoredFile(len(data), xxhash.xxh3_64_hexdigest(data))
+    index = Index(step, files, merge_boxes(reports))
+    folder.write(INDEX, [index.to_json().encode()])
+
+
+def merge_boxes(reports: list[dict[str, Any]]) -> dict[str, StoredTensor]:
+    """The global tensors that all ranks' boxes make up; an incomplete one is refused."""
+    facts: dict[str, tuple[tuple[int, ...], str]] = {}
+    boxes: dict[str, list[StoredBox]] = {}
+    for report in reports:
+        for entry in report["boxes"]:
+            mine = (tuple(entry["shape"]), entry["dtype"])
+            assert facts.setdefault(entry["tensor"], mine) == mine, f"ranks differ about {entry['tensor']}"
+            box = Box(*(tuple(part) for part in entry["box"]))
+            stored = StoredBox(box, report["file"], entry["key"], entry["xxh3"])
+            boxes.setdefault(entry["tensor"], []).append(stored)
+    tensors = {
+        key: StoredTensor(shape, dtype, tuple(sorted(boxes[key], key=lambda stored: stored.box.offset)))
+        for key, (shape, dtype) in sorted(facts.items())
+    }
+    for key, tensor in tensors.items():
+        missing = missing_elements(tensor)
+        assert missing == 0, f"{key}: the ranks' boxes miss {missing} elements of {tensor.shape}"
+    return tensors
+
+
+def attempt(action: Callable[[], object]) -> list[str]:
+    """Run it; what went wrong, as lines that another rank can print."""
+    try:
+        action()
+    except Exception as error:
+        return [describe(error)]
+    return []
+
+
+def describe(error: Exception) -> str:
+    """One line: the system's words and the file for an I/O error, else the exception."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,298 @@
+"""Which checkpoint a run continues from, and whether it may. No torch.
+
+``resume_checkpoint_path``    what happens
+    omitted, null, auto       the newest complete step of checkpoints_path; none: a fresh start
+    never                     a fresh start; refused while checkpoints_path holds steps
+    a path or URL             that step, or the newest complete step of that folder
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanotron.checkpoint.agreement import Agreement, Store
+from nanotron.checkpoint.format import INDEX, STATE, Damaged, Index
+from nanotron.checkpoint.retention import complete_steps, read_index, step_names
+from nanotron.checkpoint.storage import Folder, LocalFolder, open_folder, read_text
+from nanotron.checkpoint.verify import damaged_files
+from nanotron.errors import ConfigError
+
+KEY = "checkpoints.resume_checkpoint_path"
+AUTO = {"auto", "null", "none"}
+OTHER_FORMATS = {
+    "checkpoint_metadata.json": "a checkpoint of the existing Nanotron",
+    "config.json": "a Hugging Face model",
+}
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint to continue from; ``notices`` are lines the user should read."""
+
+    checkpoint: str
+    step: int
+    notices: tuple[str, ...] = ()
+
+
+def newest_complete(checkpoints_path: str, before: int | None = None) -> str | None:
+    """The folder of the newest complete step (below ``before``), or None. Only its index is parsed."""
+    found, _ = _newest(open_folder(checkpoints_path), before)
+    return found.path if found else None
+
+
+def read_state(checkpoint: str) -> dict[str, Any]:
+    """state.json of a checkpoint."""
+    state: dict[str, Any] = json.loads(read_text(open_folder(checkpoint), STATE))
+    return state
+
+
+def read_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
+    """The global shapes of a checkpoint's weights, by name."""
+    tensors = _index(checkpoint).tensors
+    return {key.removeprefix("weight/"): tensor.shape for key, tensor in tensors.items() if key.startswith("weight/")}
+
+
+def find_resume(checkpoints_path: str, resume_checkpoint_path: str | None, before: int | None = None) -> Resume | None:
+    """The checkpoint that a run with these two keys continues from; None is a fresh start.
+
+    Raises ConfigError when the rules refuse, or a path leads to no complete checkpoint.
+    """
+    text = str(resume_checkpoint_path or "auto")
+    try:
+        if text.lower() == "never":
+            _refuse_steps(open_folder(checkpoints_path))
+            return None
+        if text.lower() not in AUTO:
+            return _from_path(open_folder(text), before)
+        found, notices = _newest(open_folder(checkpoints_path), before)
+        return Resume(found.path, read_index(found).step, notices) if found else None
+    except OSError as error:
+        raise ConfigError(
+            f"{KEY}={text}: cannot read {error.filename or checkpoints_path} ({error.strerror})"
+        ) from error
+
+
+def agree_resume(
+    checkpoints_path: str,
+    resume_checkpoint_path: str | None,
+    rank: int = 0,
+    world: int = 1,
+    store: Store | None = None,
+    *,
+    verify: bool = True,
+) -> Resume | None:
+    """``find_resume`` for all ranks: rank 0 looks, the files are verified by all, every rank gets the same answer.
+
+    A damaged checkpoint is named. ``auto`` then takes the one before it and says so; a path is refused, with the one
+    before it as the offer. Raises the same ConfigError on every rank.
+    """
+    agreement = Agreement("checkpoint/resume", rank, world, store)
+    automatic = str(resume_checkpoint_path or "auto").lower() in AUTO
+    before: int | None = None
+    notices: tuple[str, ...] = ()
+    while True:
+        where = "first" if before is None else str(before)
+        found = _agree_on_candidate(agreement, where, checkpoints_path, resume_checkpoint_path, before)
+        if found is None:
+            if notices:
+                raise ConfigError([*notices, f"no complete, undamaged checkpoint is left in {checkpoints_path}"])
+            return None
+        found = replace(found, notices=notices + found.notices)
+        damage = _agree_on_damage(agreement, where, found.checkpoint, rank, world) if verify else []
+        if not damage:
+            return found
+        if not automatic:
+            raise ConfigError([*damage, _offer(found)])
+        notices = (*found.notices, *damage, f"step {found.step} is damaged: looking for the one before it")
+        before = found.step
+
+
+def _agree_on_candidate(agreement: Agreement, where: str, *arguments: Any) -> Resume | None:
+    def look(_: list[Any]) -> dict[str, Any]:
+        try:
+            found = find_resume(*arguments)
+        except ConfigError as error:
+            return {"problems": error.problems}
+        return {"found": [found.checkpoint, found.step, found.notices] if found else None}
+
+    answer = agreement.decide(f"{where}/candidate", None, look)
+    if "problems" in answer:
+        raise ConfigError(answer["problems"])
+    if answer["found"] is None:
+        return None
+    checkpoint, step, notices = answer["found"]
+    return Resume(checkpoint, step, tuple(notices))
+
+
+def _agree_on_damage(agreement: Agreement, where: str, checkpoint: str, rank: int, world: int) -> list[str]:
+    try:
+        folder = open_folder(checkpoint)
+        mine = damaged_files(folder, read_index(folder), rank, world)
+    except Damaged as error:  # another node sees another folder
+        mine = [f"rank {rank}: {checkpoint}: {error}"]
+    damage: list[str] = agreement.decide(
+        f"{where}/damage", mine, lambda lists: [line for part in lists for line in part]
+    )
+    return damage
+
+
+def _offer(damaged: Resume) -> str:
+    parent, _, name = damaged.checkpoint.rpartition("/")
+    earlier = newest_complete(parent, before=damaged.step) if name.isdigit() else None
+    advice = (
+        f"the complete checkpoint before it is {earlier}" if earlier else "there is no complete checkpoint before it"
+    )
+    return f"{KEY}={damaged.checkpoint}: the checkpoint is damaged; {advice}"
+
+
+def _newest(folder: Folder, before: int | None) -> tuple[Folder | None, tuple[str, ...]]:
+    """The newest complete step, and a line for each newer one that is none."""
+    notices: list[str] = []
+    for step in reversed(step_names(folder)):
+        if before is not None and step >= before:
+            continue
+        checkpoint = folder.join(str(step))
+        try:
+            read_index(checkpoint)
+        except Damaged as error:
+            notices.append(f"ignoring {checkpoint.path}: {error}")
+            continue
+        return checkpoint, tuple(notices)
+    return None, tuple(notices)
+
+
+def _refuse_steps(folder: Folder) -> None:
+    steps = complete_steps(folder)
+    if steps:
+        some = ", ".join(str(step) for step in steps[-5:])
+        raise ConfigError(
+            f"{KEY}=never, but {folder.path} holds checkpoints (steps … {some}); "
+            f"use {KEY}: auto to continue, another checkpoints.checkpoints_path, or delete them"
+        )
+
+
+def _from_path(folder: Folder, before: int | None) -> Resume:
+    names = folder.names()
+    if INDEX in names:
+        try:
+            return Resume(folder.path, read_index(folder).step)
+        except Damaged as error:
+            raise ConfigError(f"{KEY}={folder.path}: {error}") from error
+    found, notices = _newest(folder, before)
+    if found:
+        return Resume(found.path, read_index(found).step, notices)
+    raise ConfigError(f"{KEY}={folder.path}: {_why_no_checkpoint(folder, names)}")
+
+
+def _why_no_checkpoint(folder: Folder, names: list[str]) -> str:
+    if not names:
+        return "there is no such folder, or it is empty"
+    for file, what in OTHER_FORMATS.items():
+        if file in names:
+            return f"this is {what}, which has no training state for us; take its weights with model.init_method.path"
+    if any(re.fullmatch(r"\d+", name) for name in names):
+        return "none of its steps has an index.json, so none is complete"
+    parent, _, name = folder.path.rpartition("/")
+    if name.isdigit():
+        earlier = newest_complete(parent)
+        advice = f"the newest complete one is {earlier}" if earlier else "no other step there is complete"
+        return f"it has no index.json, so its save was never completed; {advice}"
+    return "it holds neither an index.json nor steps"
+
+
+def _index(checkpoint: str) -> Index:
+    try:
+        return read_index(open_folder(checkpoint))
+    except Damaged as error:
+        raise ConfigError(f"checkpoint {checkpoint}: {error}") from error
+
+
+def check_shapes(checkpoint: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint of another model: one line per weight that differs from ``shapes``, the run's."""
+    lines = differences(
+        {name: list(shape) for name, shape in read_shapes(checkpoint).items()},
+        {name: list(shape) for name, shape in shapes.items()},
+    )
+    if lines:
+        shown = lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
+        raise ConfigError([f"checkpoint {checkpoint} is of another model: {line}" for line in shown])
+
+
+def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool = False) -> list[str]:
+    """Compare the data fingerprints of a checkpoint with the run's; refuse a change unless it is allowed.
+
+    Returns the differences, which are to be printed when the change is allowed.
+    """
+    lines = differences(saved, now)
+    if lines and not allow_change:
+        fix = "put the data back, or continue with --allow-data-change"
+        raise ConfigError([f"the data changed since the checkpoint: {line}; {fix}" for line in lines])
+    return lines
+
+
+def differences(saved: Any, now: Any, where: str = "") -> list[str]:
+    """One line per value that differs between two nested dicts and lists, by dotted path."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        lines = []
+        for key in [*saved, *(key for key in now if key not in saved)]:
+            path = f"{where}.{key}" if where else str(key)
+            if key not in now:
+                lines.append(f"{path} is {_short(saved[key])} in the checkpoint and absent now")
+            elif key not in saved:
+                lines.append(f"{path} is {_short(now[key])} now and absent in the checkpoint")
+            else:
+                lines += differences(saved[key], now[key], path)
+        return lines
+    if isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
+        if list(saved) == list(now):
+            return []
+        if len(saved) == len(now) and any(isinstance(item, (Mapping, list, tuple)) for item in saved):
+            return [
+                line
+                for i, (a, b) in enumerate(zip(saved, now, strict=True))
+                for line in differences(a, b, f"{where}[{i}]")
+            ]
+    return [] if saved == now else [f"{where} was {_short(saved)} in the checkpoint and is {_short(now)} now"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 120 else f"{text[:117]}…"
+
+
+def check_shared(checkpoints_path: str, rank: int, world: int, store: Store | None, *, token: str) -> None:
+    """Refuse a checkpoints_path that not every rank sees: rank 0 writes a file there, all others look for it.
+
+    ``token`` names the file; every rank gives the same.
+    """
+    folder = open_folder(checkpoints_path)
+    if world == 1 or not isinstance(folder, LocalFolder):
+        return
+    agreement = Agreement("checkpoint/shared", rank, world, store)
+    name = f".shared-{token}"
+
+    def write(_: list[Any]) -> str:
+        try:
+            folder.make()
+            folder.write(name, [b""])
+        except OSError as error:
+            return f"checkpoints.checkpoints_path={folder.path} cannot be written ({error.strerror})"
+        return ""
+
+    problem = agreement.decide(f"{token}/write", None, write)
+    if problem:
+        raise ConfigError(problem)
+    blind = agreement.decide(
+        f"{token}/seen", name in folder.names(), lambda seen: [r for r, sees in enumerate(seen) if not sees]
+    )
+    if rank == 0:
+        folder.remove(name)
+    if blind:
+        raise ConfigError(
+            f"checkpoints.checkpoints_path={folder.path} is not one folder for all ranks: rank {blind[0]} does not see "
+            "what rank 0 writes; use a shared file system or an object store"
+        )

@@ -1,0 +1,238 @@
+"""Where files live: a local folder or an object store, behind the few operations that a checkpoint needs.
+
+    write(name, chunks)      a file appears whole or not at all, and survives a power cut once ``write`` returns
+    read(name, start, stop)  bytes; memory-mapped when local, a ranged request when remote
+
+POSIX: temporary name, fsync of the file, rename, fsync of the folder. Object stores make an upload visible only when
+it is complete. Remote folders are fsspec URLs (``s3://bucket/run``); fsspec is imported only for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+from nanotron.checkpoint.format import Damaged, Entry, parse_header
+from nanotron.errors import ConfigError
+
+Chunk = bytes | bytearray | memoryview
+CHUNK_BYTES = 4 << 20  # per write, read and checksum call
+
+
+class Folder(Protocol):
+    """One folder of files, and the folders in it."""
+
+    path: str
+
+    def join(self, name: str) -> Folder: ...
+    def names(self) -> list[str]: ...
+    def make(self) -> None: ...
+    def size(self, name: str) -> int: ...
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any: ...
+    def stream(self, name: str) -> Iterator[bytes]: ...
+    def write(self, name: str, chunks: Iterable[Chunk]) -> None: ...
+    def remove(self, name: str) -> None: ...
+    def remove_folder(self) -> None: ...
+
+
+def open_folder(path: str | os.PathLike[str]) -> Folder:
+    """The folder of a path or fsspec URL; nothing is created."""
+    text = os.fspath(path)
+    if text.startswith("file://"):
+        return LocalFolder(text.removeprefix("file://"))
+    return RemoteFolder(text) if "://" in text else LocalFolder(text)
+
+
+def read_text(folder: Folder, name: str) -> str:
+    """A small text file; raises FileNotFoundError."""
+    return bytes(folder.read(name)).decode()
+
+
+def read_header(folder: Folder, name: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Tensors and metadata of a safetensors file; raises ``Damaged`` when it is none."""
+    try:
+        length = int.from_bytes(folder.read(name, 0, 8), "little")
+        size = folder.size(name)
+        if not 0 < length <= size - 8:
+            raise Damaged(f"{folder.path}/{name} is no safetensors file, or was cut short")
+        entries, metadata = parse_header(bytes(folder.read(name, 8, 8 + length)))
+    except FileNotFoundError as error:
+        raise Damaged(f"{folder.path}/{name} is missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{folder.path}/{name} has a damaged header ({error})") from error
+    if max((entry.stop for entry in entries.values()), default=0) > size:
+        raise Damaged(f"{folder.path}/{name} was cut short")
+    return entries, metadata
+
+
+class LocalFolder:
+    """A folder of a POSIX file system; ``_open``, ``_write``, ``_sync`` and ``_rename`` are all that changes it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path.rstrip("/") or "/"
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def join(self, name: str) -> LocalFolder:
+        return type(self)(f"{self.path}/{name}")
+
+    def names(self) -> list[str]:
+        """Files and folders in it; none when it does not exist."""
+        try:
+            return sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
+
+    def make(self) -> None:
+        """Create it with its parents, durably."""
+        missing = []
+        path = os.path.abspath(self.path)
+        while not os.path.isdir(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        os.makedirs(self.path, exist_ok=True)
+        for created in missing:
+            self._sync_folder(os.path.dirname(created))
+
+    def size(self, name: str) -> int:
+        return os.stat(f"{self.path}/{name}").st_size
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+        """A view of the mapped file: pages are read when they are touched, and copied when they are written to."""
+        if name not in self._maps:
+            with open(f"{self.path}/{name}", "rb") as file:
+                if os.fstat(file.fileno()).st_size == 0:
+                    return memoryview(b"")
+                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return memoryview(self._maps[name])[start:stop]
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        """The file from start to end, in chunks."""
+        with open(f"{self.path}/{name}", "rb", buffering=0) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+
+    def write(self, name: str, chunks: Iterable[Chunk]) -> None:
+        target, temporary = f"{self.path}/{name}", f"{self.path}/{name}.tmp"
+        try:
+            file = self._open(temporary)
+            try:
+                for chunk in chunks:
+                    self._write_all(file, chunk)
+                self._sync(file)
+            finally:
+                os.close(file)
+            self._rename(temporary, target)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            if isinstance(error, OSError) and error.errno and not error.filename:  # say which file
+                raise OSError(error.errno, error.strerror, target) from error
+            raise
+        self._sync_folder(self.path)
+
+    def remove(self, name: str) -> None:
+        """Delete a file, durably; it may be gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.path}/{name}")
+            self._sync_folder(self.path)
+
+    def remove_folder(self) -> None:
+        """Delete the folder if it is empty."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self.path)
+
+    def _write_all(self, file: int, chunk: Chunk) -> None:
+        view = memoryview(chunk).cast("B")
+        while len(view):
+            written = self._write(file, view)
+            if written <= 0:
+                raise OSError(errno.EIO, f"wrote {written} of {len(view)} bytes")
+            view = view[written:]
+
+    def _sync_folder(self, path: str) -> None:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._sync(folder)
+        finally:
+            os.close(folder)
+
+    def _open(self, path: str) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def _write(self, file: int, view: memoryview) -> int:
+        return os.write(file, view)
+
+    def _sync(self, file: int) -> None:
+        os.fsync(file)
+
+    def _rename(self, source: str, target: str) -> None:
+        os.replace(source, target)
+
+
+class RemoteFolder:
+    """A folder of any file system that fsspec opens; uploads become visible when they are complete."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+        except ImportError as error:
+            raise ConfigError(f"{path}: remote folders need fsspec; pip install 'nanotron[remote]'") from error
+        try:
+            # Listings are never cached: other ranks write too.
+            self._files, self._root = url_to_fs(self.path, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"{path}: cannot be opened ({error})") from error
+
+    def join(self, name: str) -> RemoteFolder:
+        return type(self)(f"{self.path}/{name}")
+
+    def names(self) -> list[str]:
+        """Files and folders in it; none when it does not exist."""
+        try:
+            found = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = (path.rstrip("/").rsplit("/", 1)[-1] for path in found if path.rstrip("/") != self._root.rstrip("/"))
+        return sorted(names)
+
+    def make(self) -> None:
+        """Folders of an object store exist with their first file; file systems behind a URL want them made."""
+        self._files.makedirs(self._root, exist_ok=True)
+
+    def size(self, name: str) -> int:
+        return int(self._files.size(f"{self._root}/{name}"))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+        return bytearray(self._files.cat_file(f"{self._root}/{name}", start=start, end=stop))
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        """The file from start to end, in chunks."""
+        with self._files.open(f"{self._root}/{name}", "rb", block_size=CHUNK_BYTES) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+
+    def write(self, name: str, chunks: Iterable[Chunk]) -> None:
+        file = self._files.open(f"{self._root}/{name}", "wb")
+        try:
+            for chunk in chunks:
+                file.write(chunk)
+        except BaseException:
+            if hasattr(file, "discard"):
+                file.discard()
+            raise
+        file.close()
+
+    def remove(self, name: str) -> None:
+        """Delete a file; it may be gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")
+
+    def remove_folder(self) -> None:
+        """Delete the folder if it is empty; object stores have none."""
+        with contextlib.suppress(OSError, NotImplementedError):
+            self._files.rmdir(self._root)

@@ -1,0 +1,230 @@
+"""Saving: a copy to host memory while training waits, then files behind the next steps.
+
+    main thread     save: copy ──► training goes on …                     poll: errors
+                            │
+    writer thread           └► shard, fsync, rename ─► report ─► answer
+                                                         │         ▲
+    rank 0's writer thread                               └► state.json … index.json, latest.txt, old steps deleted
+
+The checkpoint exists once index.json does, and rank 0 writes that only when every rank has reported its shard.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import xxhash
+
+from nanotron.checkpoint.agreement import Agreement, Store
+from nanotron.checkpoint.commit import attempt, describe, write_index
+from nanotron.checkpoint.format import (
+    INDEX,
+    LATEST,
+    STATE,
+    Piece,
+    box_key,
+    header_bytes,
+    shard_name,
+)
+from nanotron.checkpoint.retention import delete_old_steps, delete_step
+from nanotron.checkpoint.storage import CHUNK_BYTES, Chunk, Folder, open_folder
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+}
+
+
+class Snapshot:
+    """Host memory that holds what a rank writes, laid out as the data part of its file; kept from save to save."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.pieces: list[Piece] = []
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Copy the pieces this rank writes; returns when the copy is complete."""
+        written = [piece for piece in pieces if piece.writes and piece.box.numel]
+        self.pieces = sorted(written, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
+        size = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
+        on_device = any(piece.tensor.is_cuda for piece in self.pieces)
+        if self._buffer.numel() != size:
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+        for piece, start, stop in self._ranges():
+            assert tuple(piece.tensor.shape) == piece.box.shape, f"{piece.name}: {piece.tensor.shape} is no {piece.box}"
+            host = self._buffer[start:stop].view(piece.tensor.dtype).view(piece.box.shape)
+            host.copy_(piece.tensor.detach(), non_blocking=on_device)
+        if on_device:
+            torch.cuda.current_stream().synchronize()
+
+    def parts(self) -> Iterator[tuple[Piece, memoryview]]:
+        """Each piece with its bytes, in file order."""
+        whole = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
+        for piece, start, stop in self._ranges():
+            yield piece, whole[start:stop]
+
+    def _ranges(self) -> Iterator[tuple[Piece, int, int]]:
+        start = 0
+        for piece in self.pieces:
+            stop = start + piece.tensor.numel() * piece.tensor.element_size()
+            yield piece, start, stop
+            start = stop
+
+
+class Saver:
+    """Saves a run's checkpoints under ``checkpoints_path``; every rank has one and calls it for the same steps.
+
+    ``store`` is torch.distributed's (None for one process). ``keep_last_n`` complete steps are kept, and those that
+    ``keep_every`` divides; None keeps all. A save waits at most ``timeout_s`` for other ranks' files.
+    """
+
+    def __init__(
+        self,
+        checkpoints_path: str,
+        rank: int = 0,
+        world: int = 1,
+        store: Store | None = None,
+        *,
+        keep_last_n: int | None = None,
+        keep_every: int | None = None,
+        timeout_s: float = 3600.0,
+    ) -> None:
+        self.last_complete: int | None = None
+        self._folder = open_folder(checkpoints_path)
+        self._rank, self._world = rank, world
+        self._keep = (keep_last_n, keep_every)
+        self._agreement = Agreement("checkpoint/save", rank, world, store, timeout_s=timeout_s)
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._errors: SimpleQueue[str] = SimpleQueue()
+        self._saves = 0
+        self._succeeded = True
+
+    def save(
+        self, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], texts: Mapping[str, str] | None = None
+    ) -> None:
+        """Begin saving a step: copies the pieces that this rank writes, then returns.
+
+        ``state`` becomes state.json and ``texts`` further files (name -> content), all by rank 0. A save still in
+        flight is waited for, so at most one copy of the state is in host memory.
+        """
+        self.wait()
+        self._snapshot.take(pieces)
+        self._saves += 1
+        documents = {STATE: json.dumps(dict(state), indent=1) + "\n", **(texts or {})}
+        self._thread = threading.Thread(target=self._run, args=(step, documents), name=f"save {step}", daemon=True)
+        self._thread.start()
+
+    def poll(self) -> list[str]:
+        """Lines about saves that failed since the last call; training may go on, the next save tries again."""
+        return [self._errors.get() for _ in range(self._errors.qsize())]
+
+    def wait(self) -> bool:
+        """Block until no save is in flight; whether the last one is complete (True if there was none)."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self._succeeded
+
+    def _run(self, step: int, documents: Mapping[str, str]) -> None:
+        """The writer thread. Whatever happens is reported: a silent thread would hang every other rank."""
+        try:
+            problems = self._write_step(step, documents)
+        except Exception as error:
+            problems = [f"rank {self._rank}: {describe(error)}"]
+        self._succeeded = not problems
+        if not problems:
+            self.last_complete = step
+            return
+        last = "no checkpoint is complete yet" if self.last_complete is None else f"the last is {self.last_complete}"
+        self._report(f"checkpoint of step {step} failed, {last}", problems)
+
+    def _report(self, what: str, problems: list[str]) -> None:
+        for line in problems:
+            self._errors.put(f"{what}: {line}")
+
+    def _write_step(self, step: int, documents: Mapping[str, str]) -> list[str]:
+        folder = self._folder.join(str(step))
+        question = f"{self._saves}-{step}"
+        problems: list[str] = self._agreement.decide(
+            f"{question}-open", None, lambda _: attempt(lambda: self._open(folder))
+        )
+        if problems:
+            return problems
+        report: dict[str, Any] = {}
+        report["problems"] = attempt(lambda: report.update(self._write_shard(folder)))
+        problems = self._agreement.decide(
+            f"{question}-commit", report, lambda reports: self._commit(step, folder, documents, reports)
+        )
+        if problems:
+            attempt(lambda: folder.remove(shard_name(self._rank, self._world)))
+        elif self._rank == 0:
+            self._report(f"checkpoint of step {step} is complete, but", attempt(lambda: self._tidy(step)))
+        return problems
+
+    def _open(self, folder: Folder) -> None:
+        """Rank 0, before any file is written: an older checkpoint of this step must not look complete meanwhile."""
+        folder.make()
+        delete_step(folder)
+
+    def _write_shard(self, folder: Folder) -> dict[str, Any]:
+        """Write this rank's file; returns what rank 0 needs for the index."""
+        name = shard_name(self._rank, self._world)
+        boxes: list[dict[str, Any]] = []
+        parts = list(self._snapshot.parts())
+        if not parts:
+            return {"file": None, "boxes": boxes}
+        tensors = {key_of(piece): (DTYPE_NAMES[piece.tensor.dtype], piece.box.shape) for piece, _ in parts}
+        assert len(tensors) == len(parts), "two pieces of this rank are the same box"
+        header = header_bytes(tensors)
+
+        def content() -> Iterator[Chunk]:
+            yield header
+            for piece, data in parts:
+                digest = xxhash.xxh3_64()
+                for start in range(0, len(data), CHUNK_BYTES):
+                    digest.update(data[start : start + CHUNK_BYTES])
+                    yield data[start : start + CHUNK_BYTES]
+                boxes.append(
+                    {
+                        "tensor": f"{piece.kind}/{piece.name}",
+                        "shape": piece.shape,
+                        "dtype": DTYPE_NAMES[piece.tensor.dtype],
+                        "box": piece.box,
+                        "key": key_of(piece),
+                        "xxh3": digest.hexdigest(),
+                    }
+                )
+
+        folder.write(name, content())
+        size = len(header) + sum(len(data) for _, data in parts)
+        return {"file": name, "size": size, "boxes": boxes}
+
+    def _commit(
+        self, step: int, folder: Folder, documents: Mapping[str, str], reports: list[dict[str, Any]]
+    ) -> list[str]:
+        """Rank 0, when every rank has reported: write index.json, and with it complete the checkpoint."""
+        problems = [f"rank {rank}: {line}" for rank, report in enumerate(reports) for line in report["problems"]]
+        problems = problems or attempt(lambda: write_index(step, folder, documents, reports))
+        if problems:
+            attempt(lambda: folder.remove(INDEX))  # written but perhaps not durable, while shards are about to go
+        return problems
+
+    def _tidy(self, step: int) -> None:
+        """Rank 0, after the commit: what may fail without harm to the checkpoint."""
+        self._folder.write(LATEST, [f"{step}\n".encode()])
+        delete_old_steps(self._folder, step, *self._keep)
+
+
+def key_of(piece: Piece) -> str:
+    """The key of a piece in its file."""
+    return box_key(piece.kind, piece.name, piece.box)
