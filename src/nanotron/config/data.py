@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag, model_validator
-from pydantic_core import ArgsKwargs
+from pydantic import BeforeValidator, Discriminator, Tag
 
 from nanotron.config.keys import Float, Int, Section, key, required, section
 
@@ -17,13 +16,19 @@ def _as_list(value: Any) -> Any:
 
 
 def _names_kind(value: Any) -> str:
-    return "list of names" if isinstance(value, list) else "names to fractions" if isinstance(value, dict) else "name"
+    return (
+        "<list of names>"
+        if isinstance(value, list)
+        else "<names to fractions>"
+        if isinstance(value, dict)
+        else "<name>"
+    )
 
 
 HuggingFaceNames = Annotated[
-    Annotated[str, Tag("name")]
-    | Annotated[list[str], Tag("list of names")]
-    | Annotated[dict[str, Float], Tag("names to fractions")],
+    Annotated[str, Tag("<name>")]
+    | Annotated[list[str], Tag("<list of names>")]
+    | Annotated[dict[str, Float], Tag("<names to fractions>")],
     Discriminator(_names_kind),
 ]
 StringList = Annotated[list[str], BeforeValidator(_as_list)]
@@ -69,19 +74,6 @@ class NanosetDatasetsArgs:
     dataset_max_tokens: Int | list[Int] | None = key(None, "Tokens to use of each folder; null is all.", derived="all")
     shuffle_files: bool = key(False, "Shuffle whole files.", notice="windows are shuffled one by one, over all files")
     use_old_brrr_dataloader: bool = key(False, "Choose another reader.", notice="there is one reader")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _split_weights(cls, values: Any) -> Any:
-        """Accept `dataset_folder: {folder: weight}`, as older files have it."""
-        given = values.kwargs if isinstance(values, ArgsKwargs) else values
-        if not isinstance(given, dict):
-            return values
-        folders = given.get("dataset_folder")
-        if not isinstance(folders, dict) or given.get("dataset_weights") is not None:
-            return values
-        split = {**given, "dataset_folder": list(folders), "dataset_weights": list(folders.values())}
-        return ArgsKwargs(values.args, split) if isinstance(values, ArgsKwargs) else split
 
 
 @section

@@ -133,7 +133,9 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
 
 
 def _kind(node: yaml.Node) -> str:
-    return {yaml.MappingNode: "a mapping", yaml.SequenceNode: "a list"}.get(type(node), "a single value")
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
 
 
 def _place(node: yaml.Node) -> Place:

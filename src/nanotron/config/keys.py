@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -22,7 +22,7 @@ T = TypeVar("T")
 @dataclass_transform()
 def section(cls: type[T]) -> type[T]:
     """Make a class a section: a pydantic dataclass that refuses unknown keys, infinities and NaN."""
-    return pydantic_dataclass(config=ConfigDict(extra="forbid", allow_inf_nan=False))(cls)
+    return cast(type[T], pydantic_dataclass(config=ConfigDict(extra="forbid", allow_inf_nan=False))(cls))
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def required(description: str, *, example: Any, **constraints: Any) -> Any:
         default=...,
         description=description,
         examples=[example],
-        json_schema_extra={"status": Status()},
+        json_schema_extra=cast(Any, {"status": Status()}),
         **constraints,
     )
 

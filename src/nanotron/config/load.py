@@ -1,31 +1,161 @@
-"""From a YAML file to a Config, with every mistake named at once."""
+"""From a YAML file and overrides to a Config, with every mistake named at once and where it stands."""
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from nanotron.config.compatibility import modernise
 from nanotron.config.config import Config
-from nanotron.config.document import parse
+from nanotron.config.document import Document, Problem, parse
+from nanotron.config.keys import Path, status_of, walk
+from nanotron.config.messages import Mistake, explain, mistakes, show
+from nanotron.config.override import apply_override
 from nanotron.errors import ConfigError
 
 _ADAPTER = TypeAdapter(Config)
+_ROUNDS = 6  # of validation; each finds what the mistakes of the one before it hid
 
 
-def get_config_from_file(config_path: str | FilePath, overrides: Sequence[str] = ()) -> Config:
+@dataclass
+class Reading:
+    """What a file says: the config that its sound keys make, its document, and the keys that are not to be trusted.
+
+    `config` is None only when the file is no mapping of sections at all.
+    """
+
+    name: str
+    document: Document
+    config: Config | None
+    broken: set[Path]
+
+    def is_sound(self, path: Path) -> bool:
+        """Tell whether a key can be reasoned about: neither it nor anything around or inside it is at fault."""
+        return not any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.broken)
+
+    def report(self, path: Path, text: str) -> None:
+        """Add a problem at a key's place."""
+        self.document.report(path, text)
+
+    def lines(self) -> list[str]:
+        """Return the messages, sorted by position; those about overrides come last."""
+        ordered = sorted(self.document.problems, key=lambda problem: problem.place)
+        return list(dict.fromkeys(problem.line(self.name) for problem in ordered))
+
+    def value(self) -> Config:
+        """Return the config. Raises ConfigError with every mistake."""
+        if lines := self.lines():
+            raise ConfigError(lines)
+        assert self.config is not None
+        return self.config
+
+
+def get_config_from_file(config_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
     """Read a config file, with overrides `a.b.c=value`. Raises ConfigError with every mistake."""
-    document = parse(FilePath(config_path).read_text(encoding="utf-8"))
-    for name in ("model", "tokens", "optimizer"):
-        document.values.setdefault(name, {})
-    return get_config_from_dict(document.values)
+    return read_file(config_path, overrides).value()
 
 
 def get_config_from_dict(values: dict[str, Any]) -> Config:
     """Build a config from plain values. Raises ConfigError with every mistake."""
+    return read_document("config", Document(values=copy.deepcopy(values))).value()
+
+
+def read_file(config_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Reading:
+    """Read a config file without raising for what it says. Raises ConfigError when it cannot be read at all."""
+    name = os.fspath(config_path)
     try:
-        return _ADAPTER.validate_python(values)
-    except ValidationError as error:
-        raise ConfigError(str(error)) from None
+        text = FilePath(config_path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: {(error.strerror or str(error)).lower()}; give the path of a YAML config") from None
+    document = parse(text)
+    if document.problems and not document.values:
+        return Reading(name, document, None, set())
+    for override in overrides:
+        apply_override(document, override)
+    return read_document(name, document)
+
+
+def read_document(name: str, document: Document) -> Reading:
+    """Validate a document as far as it goes: report what is wrong, put it aside, and look at the rest again."""
+    modernise(document)
+    reading = Reading(name, document, None, {problem.path for problem in document.problems if problem.path})
+    values = copy.deepcopy(document.values)
+    for _ in range(_ROUNDS):
+        try:
+            reading.config = _ADAPTER.validate_python(values)
+        except ValidationError as error:
+            _collect(reading, values, mistakes(error))
+        else:
+            _refuse(reading)
+            break
+    return reading
+
+
+def notices(reading: Reading) -> list[str]:
+    """Return one line for every key in the file that is accepted but has no effect here."""
+    assert reading.config is not None
+    found = []
+    for path, value, info in walk(reading.config):
+        notice = status_of(info).notice
+        if notice and value is not None and path in reading.document.places:
+            found.append(Problem(path, f"no effect: {notice}", reading.document.place_of(path)))
+    return [problem.line(reading.name) for problem in sorted(found, key=lambda problem: problem.place)]
+
+
+def _collect(reading: Reading, values: dict[str, Any], found: list[Mistake]) -> None:
+    """Report mistakes and change the values so that validation gets past them."""
+    sound = [mistake for mistake in found if reading.is_sound(mistake.path) and not mistake.is_missing_section]
+    for mistake in sound:
+        reading.report(mistake.path, explain(mistake, _value_at(values, mistake.path)))
+    for mistake in found:
+        _put_aside(values, mistake)
+    reading.broken |= {mistake.path for mistake in sound}
+
+
+def _put_aside(values: dict[str, Any], mistake: Mistake) -> None:
+    """Put an example in the place of what is missing and leave out what is wrong."""
+    holder: dict[Any, Any] = values
+    name: str | int = ""
+    inside: Any = values
+    for part in mistake.path:
+        if inside is None and mistake.kind == "missing":  # an empty section
+            holder[name] = inside = {}
+        if isinstance(inside, dict):
+            holder, name, inside = inside, part, inside.get(part)
+        elif isinstance(inside, list) and isinstance(part, int) and part < len(inside):
+            inside = inside[part]
+    if mistake.is_missing_section:
+        holder[name] = {}
+    elif mistake.kind == "missing":
+        holder[name] = mistake.example
+    elif "instead" in mistake.context:
+        holder.update(mistake.context["instead"])
+    else:
+        holder.pop(name, None)
+
+
+def _value_at(values: Any, path: Path) -> Any:
+    for part in path:
+        if isinstance(values, dict):
+            values = values.get(part)
+        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
+            values = values[part]
+    return values
+
+
+def _refuse(reading: Reading) -> None:
+    """Report every key whose value stands for something that is not available."""
+    assert reading.config is not None
+    for path, value, info in walk(reading.config):
+        status = status_of(info)
+        if status.refused and value not in status.allowed and reading.is_sound(path):
+            reading.report(path, f"{show(value)} is refused: {status.refused}")
+            reading.broken.add(path)

@@ -105,6 +105,13 @@ class ModelConfig:
     ring_attn_heads_k_stride: Int | None = key(
         None, "Option of ring attention.", refused="sequences are not cut over ranks", allowed=(None,)
     )
+    is_starcoder2_config: bool = key(
+        False,
+        "Marks another family.",
+        refused="the Starcoder2 family is not available; use is_llama_config, is_mistral_config, is_qwen2_config or"
+        " is_qwen3_config",
+        allowed=(False,),
+    )
     moe_config: dict[str, Any] | None = key(
         None, "Mixture of experts.", refused="there are no expert layers; use a dense model", allowed=(None,)
     )
@@ -122,13 +129,13 @@ class ModelConfig:
         if remainder or width % 2:
             raise PydanticCustomError(
                 "rule",
-                "{hidden} / num_attention_heads={heads} is not an even whole number, which rotary positions need;"
-                " use a multiple of {step}, or give head_dim",
+                "{text}",
                 {
                     "key": "hidden_size",
-                    "hidden": self.hidden_size,
-                    "heads": self.num_attention_heads,
-                    "step": 2 * self.num_attention_heads,
+                    "text": f"{self.hidden_size} / num_attention_heads={self.num_attention_heads} is not an even whole"
+                    f" number, which rotary positions need; use a multiple of {2 * self.num_attention_heads}, or give"
+                    " head_dim",
+                    "instead": {"head_dim": 2 * max(1, width // 2)},
                 },
             )
         return width
@@ -236,7 +243,13 @@ class RandomInit:
 class SpectralMupInit:
     """Spectral muP initial weights."""
 
-    use_mup: Literal[True] = required("Use spectral muP.", example=True)
+    use_mup: bool = key(
+        True,
+        "Use spectral muP.",
+        refused="spectral muP's initial weights and learning rates per layer are not available; use"
+        " init_method: {std: 0.02}",
+        allowed=(),
+    )
 
 
 @section

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag, model_validator
-from pydantic_core import ArgsKwargs
+from pydantic import BeforeValidator, Discriminator, Tag
 
-from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, fields_of, key, required, section
+from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, key, required, section
 
 
 @section
@@ -114,18 +113,3 @@ class OptimizerArgs:
     on_nan: Lower[Literal["stop", "skip"]] = key(
         "stop", "What to do with a step whose gradient is not finite: stop the run, or leave that update out."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather_flat_keys(cls, values: Any) -> Any:
-        """Accept Adam's keys beside `optimizer_factory`, where older files have them."""
-        given = values.kwargs if isinstance(values, ArgsKwargs) else values
-        if not isinstance(given, dict):
-            return values
-        flat = {name: value for name, value in given.items() if name in fields_of(AdamWOptimizerArgs)}
-        factory = given.get("optimizer_factory") or {}
-        if not flat or not isinstance(factory, dict):
-            return values
-        others = {name: value for name, value in given.items() if name not in flat}
-        gathered = {**others, "optimizer_factory": {**flat, **factory}}
-        return ArgsKwargs(values.args, gathered) if isinstance(values, ArgsKwargs) else gathered
