@@ -1,0 +1,8 @@
+"""Train a model: ``torchrun --nproc_per_node=N run_train.py --config-file X.yaml``, or ``python`` for one process."""
+
+import sys
+
+from nanotron.launch.run import run_train
+
+if __name__ == "__main__":
+    sys.exit(run_train())

@@ -1,0 +1,9 @@
+"""From a command line to ranks that train, and back to an exit code that says what happened.
+
+run.py        one rank: checked config, threads, device, process groups, the trainer, a clean end   (run_train.py)
+place.py      who this process is among its peers, and what it runs on
+failures.py   which rank failed first, on disk and through the store
+folder.py     the run directory and the files that describe the run
+host.py       all ranks of one machine, started and watched by one parent                           (nanotron train)
+display.py    the live display, drawn from metrics.jsonl                                            (nanotron watch)
+"""

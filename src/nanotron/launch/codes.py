@@ -1,0 +1,14 @@
+"""What a run's exit code says. Under raw torchrun these are the workers' codes; torchrun itself then exits with 1."""
+
+DONE = 0
+"""Done, also when nothing was left to train."""
+OUR_BUG = 1
+"""Something failed that the user did not cause; a traceback was printed."""
+USER_MISTAKE = 2
+"""One line per mistake was printed, no traceback."""
+STOPPED_BY_NAN = 4
+"""``optimizer.on_nan: stop`` met a loss or gradient that is not finite."""
+PREEMPTED = 75
+"""Told to stop, and a complete checkpoint was saved: start again to go on."""
+PREEMPTED_UNSAVED = 76
+"""Told to stop, and no checkpoint could be saved of the last steps."""

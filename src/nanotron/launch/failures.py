@@ -1,0 +1,105 @@
+"""Which rank failed first: the one line that matters among N tracebacks.
+
+Every failing rank writes ``failures/rank-N.json`` in the run directory. A rank whose connection broke only suffers what
+another one did, so *its* failure never counts as the first where a real one exists; and a rank that waited in vain
+points to one that is behind.
+
+    kind      own      raised by this rank's own work                       first of all, by time
+              killed   ended by a signal (only the parent can tell)         alike
+              timeout  waited too long for a peer                           then the rank that is furthest behind
+              peer     lost its connection to a peer                        last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+KINDS = ("own", "killed", "timeout", "peer")
+TIMEOUT_WORDS = ("timed out", "timeout")
+PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+    "connection was likely closed",
+    "remote process has terminated",
+    "remote process exited",
+    "nccl communicator was aborted",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended. ``where`` tells the stage, step and action it was at, as far as known."""
+
+    rank: int
+    kind: str
+    error: str
+    when: float = field(default_factory=time.time)  # seconds since the epoch
+    host: str = field(default_factory=socket.gethostname)
+    where: dict[str, Any] = field(default_factory=dict)
+    traceback: str = ""
+
+    def __str__(self) -> str:
+        at = ", ".join(f"{name} {value}" for name, value in self.where.items())
+        return f"rank {self.rank} on {self.host}" + (f" ({at})" if at else "") + f": {self.error}"
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """Describe an exception that ended this rank; ``errors.located`` has noted on it where it happened."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return Failure(
+        rank=rank,
+        kind=_kind_of(error),
+        error=text[:500],
+        where=dict(getattr(error, "where", {})),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def _kind_of(error: BaseException) -> str:
+    if not isinstance(error, (RuntimeError, ConnectionError, TimeoutError)):
+        return "own"
+    text = str(error).lower()
+    if any(words in text for words in PEER_WORDS):
+        return "peer"
+    return "timeout" if any(words in text for words in TIMEOUT_WORDS) else "own"
+
+
+def first_of(failures: Iterable[Failure]) -> Failure | None:
+    """The failure that caused the others, as far as it can be told."""
+
+    def order(failure: Failure) -> tuple[int, float, float]:
+        behind = float(failure.where.get("step", 0)) if failure.kind == "timeout" else 0.0
+        return max(0, KINDS.index(failure.kind) - 1), behind, failure.when
+
+    return min(failures, key=order, default=None)
+
+
+def record_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank's failure is recorded."""
+    return run_dir / "failures" / f"rank-{rank}.json"
+
+
+def write_failure(run_dir: Path, failure: Failure) -> None:
+    """Record a failure on disk, whole or not at all."""
+    path = record_path(run_dir, failure.rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(failure), indent=1) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_failures(run_dir: Path, *, since: float = 0.0) -> list[Failure]:
+    """The failures recorded after a moment (seconds since the epoch), in order of rank."""
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in (run_dir / "failures").glob("rank-*.json")]
+    failures = [Failure(**record) for record in records]
+    return sorted((failure for failure in failures if failure.when >= since), key=lambda failure: failure.rank)

@@ -1,0 +1,143 @@
+"""What ``nanotron train`` and ``nanotron watch`` do: check, start the ranks, show the run, say how it ended."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanotron.errors import ConfigError
+from nanotron.launch import codes
+from nanotron.launch.display import Display, Tail
+from nanotron.launch.failures import first_of, read_failures
+from nanotron.launch.folder import run_directory
+from nanotron.launch.host import Workers, exit_code, start_workers, watch_workers
+from nanotron.launch.run import checked_config, run_train
+from nanotron.metrics.record import STEP_LINE_START, step_line
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+SAVE_MARGIN_S = 30.0  # beyond checkpoints.preempt_grace_s, for a rank to end after its last save
+
+
+def train(
+    config_file: str,
+    overrides: Sequence[str] = (),
+    *,
+    nproc: int | None = None,
+    plain: bool = False,
+    allow_data_change: bool = False,
+) -> int:
+    """Train on this machine with one rank per process and return the run's exit code.
+
+    ``plain``: the ranks' own log lines also on a terminal. Raises ConfigError for a mistake in the config.
+    """
+    config = checked_config(config_file, overrides, world=nproc)
+    run_dir = run_directory(config)
+    argv = ["--config-file", config_file, *(f"--override={change}" for change in overrides)]
+    argv += [f"--override=general.run={config.general.run}"]  # its date is the parent's
+    argv += ["--allow-data-change"] if allow_data_change else []
+    tail = Tail(run_dir / "metrics.jsonl", only_new_file=True)
+    live = not plain and sys.stdout.isatty()
+    started = time.time()
+    importlib.import_module("nanotron.trainer")  # once, for all ranks that are forked
+    workers = start_workers(config.parallelism.world_size, argv, piped=live, entry=run_train)
+    with _shown(config, tail, workers) as refresh:
+        grace = config.checkpoints.preempt_grace_s + SAVE_MARGIN_S
+        watch_workers(workers, stop_grace_s=grace, refresh=refresh)
+    code = exit_code(workers)
+    for line in closing_lines(code, workers, run_dir, started):
+        print(line, file=sys.stderr, flush=True)
+    return code
+
+
+@contextmanager
+def _shown(config: Config, tail: Tail, workers: Workers) -> Iterator[Callable[[], None]]:
+    """The live display, fed by the ranks' piped output; without a pipe the ranks speak for themselves."""
+    if workers.output is None:
+        yield lambda: None
+        return
+    display = Display(tail, name=config.general.run, train_steps=config.tokens.train_steps)
+    output = workers.output
+    os.set_blocking(output, False)
+    unfinished = b""
+
+    def refresh() -> None:
+        nonlocal unfinished
+        with suppress(BlockingIOError):
+            while data := os.read(output, 65536):
+                *lines, unfinished = (unfinished + data).split(b"\n")
+                for line in lines:
+                    if STEP_LINE_START.encode() not in line:  # the display shows the steps
+                        display.print(line.decode(errors="replace"))
+        display.refresh()
+
+    with display.live:
+        yield refresh
+    os.close(output)
+
+
+def closing_lines(code: int, workers: Workers, run_dir: Path, started: float) -> list[str]:
+    """What the parent says last; of a failure, the rank where it began."""
+    if code == codes.PREEMPTED:
+        return ["stopped after a complete checkpoint; the same command goes on from it"]
+    if code == codes.PREEMPTED_UNSAVED:
+        return ["stopped before a checkpoint was complete; the same command goes on from the newest complete one"]
+    if code != codes.OUR_BUG:
+        return []
+    recorded = [*workers.killed(), *read_failures(run_dir, since=started)]
+    first = first_of(recorded)
+    if first is None:
+        bad = workers.first_bad
+        return [f"failed first: rank {bad[0]}, exit status {bad[1]}"] if bad else []
+    lines = [f"the ranks' own accounts are in {run_dir / 'failures'}"] if read_failures(run_dir, since=started) else []
+    silent = sorted(set(workers.ended) - {failure.rank for failure in recorded})
+    if first.kind == "timeout" and silent:
+        return [*lines, f"failed first: {_ranks(silent)} fell behind and said nothing; waited for by {first}"]
+    return [*lines, f"failed first: {first}"]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def watch(run: str, *, plain: bool = False) -> int:
+    """Show a run that some other process trains, until its last step or Ctrl-C."""
+    run_dir = Path(run)
+    if not (run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"{run} holds no metrics.jsonl; name the directory of a run (general.run_dir)")
+    train_steps, name = _length_and_name(run_dir)
+    tail = Tail(run_dir / "metrics.jsonl")
+    with suppress(KeyboardInterrupt):
+        if plain or not sys.stdout.isatty():
+            _print_steps(tail, train_steps)
+        else:
+            display = Display(tail, name=name, train_steps=train_steps)
+            with display.live:
+                while display.step < train_steps:
+                    display.refresh()
+                    time.sleep(0.2)
+    return codes.DONE
+
+
+def _print_steps(tail: Tail, train_steps: int) -> None:
+    step = 0
+    while step < train_steps:
+        for row in tail.read():
+            step, tokens = row["step"], row["tokens_per_sec"] * row["time_per_iteration_ms"] / 1e3
+            eta = (train_steps - step) * row["time_per_iteration_ms"] / 1e3
+            print(step_line(row, train_steps=train_steps, batch_tokens=round(tokens), eta=eta), flush=True)
+        time.sleep(0.2)
+
+
+def _length_and_name(run_dir: Path) -> tuple[int, str]:
+    from nanotron.config import get_config_from_file
+
+    config = get_config_from_file(run_dir / "config.yaml")
+    return config.tokens.train_steps, config.general.run

@@ -1,0 +1,190 @@
+"""One rank of a run, from its command line to its exit code.
+
+1  the config, checked before torch is imported: a mistake costs half a second and is printed once
+2  threads, device, the store through which ranks agree, process groups with a timeout each
+3  nanotron.trainer.train
+4  a clean end: groups taken down; or a record of the failure, and a last line that names who failed first
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanotron.errors import ConfigError
+from nanotron.launch import codes
+from nanotron.launch.failures import Failure, failure_of, record_path, write_failure
+from nanotron.launch.folder import describe_run, name_of_run, run_directory
+from nanotron.launch.peers import Peers
+from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
+from nanotron.logging import get_logger, set_up_logging
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanotron.config import Config
+    from nanotron.mesh import Mesh
+
+logger = get_logger(__name__)
+
+MEETING_TIMEOUT = timedelta(minutes=10)
+OTHERS_WAIT_S = 2.0  # for rank 0 to have printed a mistake that every rank found, before torchrun ends them all
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``run_train.py``."""
+    parser = argparse.ArgumentParser(
+        prog="run_train.py",
+        description="Train a model. torchrun starts one process per rank; without it, one process is the run.",
+        epilog="exit codes: 0 done, 1 our bug, 2 your mistake, 4 stopped by on_nan, 75 preempted and saved, "
+        "76 preempted and not saved",
+    )
+    parser.add_argument("--config-file", required=True, metavar="X.yaml", help="the run's config")
+    parser.add_argument(
+        "--override", action="append", default=[], metavar="a.b=c", help="change one key of the config; repeatable"
+    )
+    parser.add_argument(
+        "--allow-data-change", action="store_true", help="resume although the data differs from the checkpoint's"
+    )
+    return parser
+
+
+def run_train(argv: Sequence[str] | None = None) -> int:
+    """Run this rank and return its exit code (see ``codes``)."""
+    arguments = parser().parse_args(argv)
+    place = Place.from_environment(os.environ)
+    peers = Peers(place)
+    with _until_said(place):
+        try:
+            config, mistakes = checked_config(arguments.config_file, arguments.override, world=place.world), []
+        except ConfigError as error:
+            config, mistakes = None, error.problems
+        if place.num_nodes > 1:  # a machine may miss a file that the others have: all ranks end together
+            peers.meet(MEETING_TIMEOUT)
+            mistakes = peers.exchange_mistakes(mistakes)
+        if mistakes:
+            return _say_once(mistakes, place)
+    assert config is not None
+    return _train(config, place, peers, allow_data_change=arguments.allow_data_change)
+
+
+def checked_config(config_file: str, overrides: Sequence[str], *, world: int | None) -> Config:
+    """The config without mistakes, every derived key filled in; ``world`` is the number of launched ranks, if known.
+
+    Raises ConfigError with every mistake, among them a layout that does not fit the ranks.
+    """
+    from nanotron.check import check
+
+    config = check(config_file, overrides, nproc=world)
+    config.general.run = name_of_run(config.general.run)
+    return config
+
+
+@contextmanager
+def _until_said(place: Place) -> Iterator[None]:
+    """Hold SIGTERM off rank 0 for as long as it checks: torchrun sends it as soon as any other rank has exited."""
+    if place.rank != 0:
+        yield
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _say_once(mistakes: Sequence[str], place: Place) -> int:
+    """Print mistakes that every rank knows of: rank 0 does, the others give it time to."""
+    if place.rank == 0:
+        print(*mistakes, sep="\n", file=sys.stderr, flush=True)
+    else:
+        time.sleep(OTHERS_WAIT_S)
+    return codes.USER_MISTAKE
+
+
+def _train(config: Config, place: Place, peers: Peers, *, allow_data_change: bool) -> int:
+    """Set this rank up, train, and end: cleanly, or with a record of what failed."""
+    run_dir = run_directory(config)
+    try:
+        device, mesh = _set_up(config, place, peers)
+        record_path(run_dir, place.rank).unlink(missing_ok=True)
+        if place.rank == 0:
+            describe_run(run_dir, config, mesh, device)
+        from nanotron.trainer import train
+
+        code = train(config, mesh, device, allow_data_change=allow_data_change)
+        peers.disband()
+        return code
+    except ConfigError as mistake:
+        code = peers.say_once(str(mistake))
+    except KeyboardInterrupt:
+        code = codes.PREEMPTED_UNSAVED
+    except Exception as error:
+        code = _record_failure(failure_of(error, place.rank), run_dir, peers)
+    _leave(code, place)
+    return code
+
+
+def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, Mesh]:
+    """Threads, data that is made on the spot, device, process groups, mesh."""
+    import torch
+
+    from nanotron.mesh import Mesh, training_axes
+
+    general, layout, model = config.general, config.parallelism, config.model.model_config
+    mesh = Mesh(
+        training_axes(dp=layout.dp, tp=layout.tp, pp=layout.pp, num_key_value_heads=model.num_key_value_heads),
+        place.rank,
+    )
+    set_up_logging(config.logging.log_level, config.logging.log_level_replica, mesh)
+    _prepare_data(config)
+    torch.set_num_threads(num_threads(general.threads_per_rank, place, os.environ))
+    device, backend = choose_device(place)
+    if place.world > 1:
+        if backend == "gloo":
+            schedule_as_batch()
+        timeout = timedelta(seconds=general.timeout_s)
+        peers.gather(backend, device, timeout)
+        general.run = peers.agree_on("run", general.run)  # its date may differ by a second
+        tied = (0, layout.pp - 1) if model.tie_word_embeddings else ()
+        mesh.create_groups(tied_stages=tied, timeout=timeout)
+    logger.info("%s on %s, %s, %d threads per rank", mesh, device, backend, torch.get_num_threads())
+    return device, mesh
+
+
+def _prepare_data(config: Config) -> None:
+    """Make the embedded corpus where the config asks for it, before any group's timeout runs."""
+    from nanotron.config import EmbeddedCorpusArgs
+    from nanotron.data.corpus import prepare_corpus
+
+    for stage in config.data_stages:
+        if isinstance(stage.data.dataset, EmbeddedCorpusArgs):
+            prepare_corpus(stage.data.dataset.folder)
+
+
+def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:
+    """Put a failure on record and let the last line name the rank that failed first. Returns the exit code."""
+    write_failure(run_dir, failure)
+    if peers.mistake_was_said():
+        return codes.USER_MISTAKE
+    first = peers.claim(failure)
+    if first.rank == failure.rank:
+        print(failure.traceback, file=sys.stderr, end="")
+    print(f"failed first: {first}", file=sys.stderr, flush=True)
+    return codes.OUR_BUG
+
+
+def _leave(code: int, place: Place) -> None:
+    """End a rank that cannot take its groups down with the others: their destructors would wait for lost peers."""
+    if place.world > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
