@@ -16,6 +16,7 @@ from nanotron.checkpoint.resume import (
     check_data,
     check_shapes,
     check_shared,
+    differences,
     find_resume,
     newest_complete,
     read_state,
@@ -261,16 +262,25 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
 
 
 def test_changed_data_is_refused_with_the_difference_unless_allowed() -> None:
-    saved = {"stable": {"files": [{"name": "a.ds", "size": 10}, {"name": "b.ds", "size": 4}], "windows": 3}}
-    now = {"stable": {"files": [{"name": "a.ds", "size": 12}, {"name": "b.ds", "size": 4}], "windows": 3}}
-    assert check_data(saved, saved) == []
-    line = "stable.files[0].size was 10 in the checkpoint and is 12 now"
+    line = "stage 'stable' source 0 (a): a.ds was 10 bytes, is 12 bytes"
     with pytest.raises(ConfigError) as caught:
-        check_data(saved, now)
+        check_data([line])
     assert caught.value.problems == [
         f"the data changed since the checkpoint: {line}; put the data back, or continue with --allow-data-change"
     ]
-    assert check_data(saved, now, allow_change=True) == [line]
+    assert check_data([line], allow_change=True) == [line]
+
+
+def test_nested_differences_are_named_by_their_path() -> None:
+    saved = {"layout": {"dp": 2, "tp": 1}, "threads": 2, "stages": [{"name": "a", "lr": 1.0}], "gone": 1}
+    now = {"layout": {"dp": 4, "tp": 1}, "threads": 2, "stages": [{"name": "a", "lr": 0.5}], "new": None}
+    assert differences(saved, now) == [
+        "layout.dp was 2 in the checkpoint and is 4 now",
+        "stages[0].lr was 1.0 in the checkpoint and is 0.5 now",
+        "gone is 1 in the checkpoint and absent now",
+        "new is null now and absent in the checkpoint",
+    ]
+    assert differences(saved, saved) == []
 
 
 def test_state_is_read_back_and_looking_for_a_checkpoint_imports_no_torch(tmp_path: Path) -> None:

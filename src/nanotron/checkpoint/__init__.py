@@ -13,6 +13,7 @@ What the trainer calls, module by module (only ``write`` and ``read`` import tor
     resume.newest_complete(checkpoints_path)
     resume.read_state(checkpoint)           state.json
     resume.check_shapes / check_data        refuse another model, or other data, with the differences
+    verify.damaged_files                    checksums, file by file
 
 ``checkpoint`` is the folder of one step, ``checkpoints_path`` the folder that holds the steps; both may be URLs.
 The format is described byte for byte in docs/checkpoint-format.md.

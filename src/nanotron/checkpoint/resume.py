@@ -222,16 +222,12 @@ def check_shapes(checkpoint: str, shapes: Mapping[str, tuple[int, ...]]) -> None
         raise ConfigError([f"checkpoint {checkpoint} is of another model: {line}" for line in shown])
 
 
-def check_data(saved: Mapping[str, Any], now: Mapping[str, Any], *, allow_change: bool = False) -> list[str]:
-    """Compare the data fingerprints of a checkpoint with the run's; refuse a change unless it is allowed.
-
-    Returns the differences, which are to be printed when the change is allowed.
-    """
-    lines = differences(saved, now)
-    if lines and not allow_change:
+def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:
+    """Refuse data that changed since the checkpoint, unless it is allowed: then the lines are returned, to be printed."""
+    if changes and not allow_change:
         fix = "put the data back, or continue with --allow-data-change"
-        raise ConfigError([f"the data changed since the checkpoint: {line}; {fix}" for line in lines])
-    return lines
+        raise ConfigError([f"the data changed since the checkpoint: {line}; {fix}" for line in changes])
+    return changes
 
 
 def differences(saved: Any, now: Any, where: str = "") -> list[str]:
