@@ -1,0 +1,95 @@
+"""What `nanotron check` learns about the data without torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nanotron.data.fingerprint import fingerprint_changes
+from nanotron.data.probe import model_vocab_size, probe_stages
+from nanotron.errors import ConfigError
+from tests.data.fixtures import make_config, random_documents, write_nanoset
+from tests.data.test_feed import make_feed, stage
+
+
+def problems(folder, **changes):
+    dataset = changes.pop("dataset", {})
+    return [
+        str(problem) for problem in probe_stages(make_config(data_stages=[stage(folder, dataset=dataset)], **changes))
+    ]
+
+
+def test_good_data_has_no_problem(nanoset):
+    assert problems(str(nanoset)) == []
+    assert problems(None) == []
+
+
+def test_every_folder_with_a_problem_is_named_by_its_key(nanoset, tmp_path):
+    found = problems([str(nanoset), str(tmp_path / "absent"), str(tmp_path / "x")], dataset={"dataset_weights": [1, 2]})
+    assert [line.split(": ")[0] for line in found] == [
+        "data_stages[0].data.dataset.dataset_weights",
+        "data_stages[0].data.dataset.dataset_folder[1]",
+        "data_stages[0].data.dataset.dataset_folder[2]",
+    ]
+    assert "2 values for 3 folders" in found[0]
+
+
+def test_a_truncated_index_is_found_before_the_run(tmp_path):
+    path = write_nanoset(tmp_path / "a", [[1] * 10, [2] * 10])
+    index = path.with_name(path.name + ".index")
+    index.write_bytes(index.read_bytes()[:8])
+    (line,) = problems(str(tmp_path / "a"))
+    assert "the last document ends at token 10 (byte 0)" in line
+
+
+def test_a_data_set_shorter_than_a_window_is_found(tmp_path):
+    write_nanoset(tmp_path / "a", [[1] * 8])
+    (line,) = problems(str(tmp_path / "a"))
+    assert "holds 8 tokens, fewer than one window of tokens.sequence_length + 1 = 9" in line
+
+
+def test_the_vocabulary_comes_from_the_config_then_from_the_tokenizer(nanoset):
+    assert model_vocab_size(make_config()) == 257
+    assert model_vocab_size(make_config(model_config={"vocab_size": None})) == 4096
+    unknown = make_config(model_config={"vocab_size": None}, data_stages=[stage(str(nanoset))])
+    with pytest.raises(ConfigError, match="set vocab_size or tokenizer_name_or_path"):
+        model_vocab_size(unknown)
+    (line,) = [str(problem) for problem in probe_stages(make_config(model_config={"vocab_size": 4000}))]
+    assert line == (
+        "model.model_config.vocab_size: 4000 is smaller than the tokenizer's vocabulary of 4096; set at least 4096"
+    )
+
+
+def test_probing_imports_neither_torch_nor_transformers(nanoset):
+    script = (
+        "import sys\nfrom nanotron.config import get_config_from_dict\nfrom nanotron.data.probe import probe_stages\n"
+        "import nanotron.data.sources, nanotron.data.corpus\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def fingerprints(folders):
+    feed = make_feed(make_config(data_stages=[stage(folders)]))
+    feed.close()
+    return feed.fingerprints()
+
+
+def test_fingerprints_tell_which_file_changed_and_not_where_it_lies(tmp_path):
+    write_nanoset(tmp_path / "a", random_documents(30, seed=1))
+    write_nanoset(tmp_path / "moved", random_documents(30, seed=1))
+    write_nanoset(tmp_path / "longer", random_documents(31, seed=1))
+    write_nanoset(
+        tmp_path / "other",
+        [[token + 1 for token in document] for document in random_documents(30, seed=1, vocab_size=256)],
+    )
+    saved = fingerprints(str(tmp_path / "a"))
+    assert fingerprint_changes(saved, saved) == []
+    assert fingerprint_changes(saved, fingerprints(str(tmp_path / "moved"))) == []
+    (line,) = fingerprint_changes(saved, fingerprints(str(tmp_path / "longer")))
+    assert line.startswith(f"stage 'stable' source 0 ({tmp_path / 'longer'}): 00000_unshuffled.ds was ")
+    (line,) = fingerprint_changes(saved, fingerprints(str(tmp_path / "other")))
+    assert "hash was" in line
+    (line,) = fingerprint_changes(saved, fingerprints([str(tmp_path / "a"), str(tmp_path / "moved")]))
+    assert line == "stage 'stable' had 1 sources and now has 2"
