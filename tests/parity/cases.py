@@ -1,0 +1,154 @@
+"""Which layouts are compared with one device: the options, the product of all, and a small selection that covers pairs.
+
+layout × schedule × tp mode × ZeRO stage × tied           every combination that means something (the product)
+the selection                                             every pair of two options' values occurs in some case
+by name                                                   families, odd layer counts, short batches, recomputation
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import combinations, product
+from typing import Any
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
+LAYOUTS += [(1, 4, 1), (1, 1, 3), (3, 1, 1)]
+PRECISIONS = {"float32": 1e-5, "float64": 1e-9}
+ROWS = 12  # samples of a step, on every layout
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run of a tiny model. What `same_numbers` returns must not depend on the fields above the line."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    schedule: str = "1f1b"
+    tp_mode: str = "ALL_REDUCE"
+    zero_stage: int = 0
+    micro_batch_size: int = 2
+    recompute_layer: bool = False
+    tp_recompute_allgather: bool = True
+    # ---------------------------------------------------------------------------
+    tied: bool = False
+    family: str = "llama"
+    layers: int = 4
+    dtype: str = "float32"
+    accumulate_in_fp32: bool = True
+    steps: int = STEPS
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    @property
+    def accumulation(self) -> int:
+        count, rest = divmod(ROWS, self.dp * self.micro_batch_size)
+        assert not rest, f"{self} does not divide {ROWS} rows"
+        return count
+
+    def same_numbers(self) -> Case:
+        """The run on one device that this one must repeat."""
+        layout = {field.name: field.default for field in fields(Case)[:9]}
+        return replace(self, **layout)  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        """The layout as dp-tp-pp digits and whatever differs from the default, short enough for a test's name."""
+        named = {"dp", "tp", "pp", "schedule", "tp_mode", "zero_stage", "tied", "dtype"}
+        words = [f"{self.dp}{self.tp}{self.pp}", self.schedule if self.pp > 1 else ""]
+        words += [{"ALL_REDUCE": "ar", "REDUCE_SCATTER": "rs"}[self.tp_mode] if self.tp > 1 else ""]
+        words += [f"zero{self.zero_stage}" if self.dp > 1 else "", "tied" if self.tied else "", self.dtype]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in named and value != field.default:
+                words.append(value if isinstance(value, str) else f"{field.name}={value}")
+        return " ".join(word for word in words if word)
+
+
+OPTIONS: dict[str, list[Any]] = {
+    "layout": LAYOUTS,
+    "schedule": ["afab", "1f1b"],
+    "tp_mode": ["ALL_REDUCE", "REDUCE_SCATTER"],
+    "zero_stage": [0, 1],
+    "tied": [False, True],
+    "dtype": list(PRECISIONS),
+}
+
+
+def case_of(values: dict[str, Any]) -> Case:
+    """A case from one value per option; options without meaning on its layout (a schedule on pp=1) take the first."""
+    values = dict(values)
+    dp, tp, pp = values.pop("layout")
+    if pp == 1:
+        values["schedule"] = OPTIONS["schedule"][0]
+    if tp == 1:
+        values["tp_mode"] = OPTIONS["tp_mode"][0]
+    if dp == 1:
+        values["zero_stage"] = OPTIONS["zero_stage"][0]
+    layers = 3 if pp == 3 else 4
+    return Case(dp=dp, tp=tp, pp=pp, layers=layers, **values)
+
+
+def product_cases() -> list[Case]:
+    """Every combination that means something, once."""
+    found = {case_of(dict(zip(OPTIONS, values, strict=True))) for values in product(*OPTIONS.values())}
+    return sorted(found, key=lambda case: (case.dtype, case.tied, case.layers, case.world, str(case)))
+
+
+def pairs_of(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """The pairs of option values that a case exercises."""
+    shown = [(name, (case.dp, case.tp, case.pp) if name == "layout" else getattr(case, name)) for name in OPTIONS]
+    idle = {"schedule": case.pp == 1, "tp_mode": case.tp == 1, "zero_stage": case.dp == 1}
+    yield from combinations([(name, value) for name, value in shown if not idle.get(name)], 2)
+
+
+def covering_cases() -> list[Case]:
+    """A small selection of the product in which every possible pair of option values occurs (greedy, deterministic)."""
+    left = product_cases()
+    missing = {pair for case in left for pair in pairs_of(case)}
+    chosen = []
+    while missing:
+        best = max(left, key=lambda case: (len(missing & set(pairs_of(case))), -case.world))
+        chosen.append(best)
+        missing -= set(pairs_of(best))
+    return sorted(chosen, key=left.index)
+
+
+def named_cases() -> list[Case]:
+    """What the product leaves out."""
+    cases = [
+        Case(tp=2, family=family, tp_mode=mode, dtype=dtype)
+        for family in ("qwen2", "qwen3")
+        for mode, dtype in zip(OPTIONS["tp_mode"], PRECISIONS, strict=True)
+    ]
+    cases += [
+        Case(pp=2, layers=5),
+        Case(pp=2, layers=5, tied=True, dp=2, zero_stage=1, dtype="float64"),
+        Case(pp=3, layers=3, schedule="afab", tied=True),
+        Case(pp=2, micro_batch_size=12, dtype="float64"),  # one microbatch, two stages
+        Case(pp=3, layers=3, micro_batch_size=6, schedule="afab"),
+        Case(pp=3, layers=3, micro_batch_size=6),
+        Case(dp=2, pp=2, recompute_layer=True, zero_stage=1),
+        Case(tp=2, pp=2, recompute_layer=True, tp_mode="REDUCE_SCATTER", dtype="float64"),
+        Case(tp=2, tp_mode="REDUCE_SCATTER", tp_recompute_allgather=False),
+        Case(tp=4, family="qwen3", tp_mode="REDUCE_SCATTER", tied=True),
+        Case(dp=3, micro_batch_size=1, zero_stage=1, dtype="float64"),
+    ]
+    return cases
+
+
+def schedule_cases(schedules: list[str]) -> list[Case]:
+    """Every registered schedule that the product does not have: untied and tied, alone and with the other axes."""
+    cases = []
+    for name in schedules:
+        if name not in OPTIONS["schedule"]:
+            cases += [
+                Case(pp=2, schedule=name, micro_batch_size=1),
+                Case(pp=2, dp=2, schedule=name, micro_batch_size=1, tied=True, zero_stage=1, dtype="float64"),
+                Case(pp=2, tp=2, schedule=name, micro_batch_size=2, tp_mode="REDUCE_SCATTER", family="qwen2"),
+                Case(pp=3, layers=6, schedule=name, micro_batch_size=1, tied=True),
+            ]
+    return cases

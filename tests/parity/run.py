@@ -1,0 +1,162 @@
+"""One case through the trainer's own pieces: what every rank does, and what is kept for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanotron.batch import IGNORED_LABEL, Batch
+from nanotron.config import Config, get_config_from_dict
+from nanotron.data.feed import Feed
+from nanotron.layout import mesh_axes, tied_stages
+from nanotron.mesh import Mesh
+from nanotron.params import Box
+from nanotron.step import Training
+from tests.parity.cases import Case
+from tests.pool import Pool
+
+VOCABULARY = 257
+Piece = tuple[str, tuple[int, ...], Box, Tensor]
+
+
+@dataclass
+class Record:
+    """What a run did: a number per step, and tensors by global name (whole, whatever the layout was)."""
+
+    lm_loss: list[float] = field(default_factory=list)
+    grad_norm: list[float] = field(default_factory=list)
+    first_grads: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def config_of(case: Case) -> Config:
+    """The config file that a user would write for this case."""
+    return get_config_from_dict(
+        {
+            "general": {"seed": 11},
+            "parallelism": {
+                "dp": case.dp,
+                "tp": case.tp,
+                "pp": case.pp,
+                "pp_engine": case.schedule,
+                "tp_mode": case.tp_mode,
+                "recompute_layer": case.recompute_layer,
+                "tp_recompute_allgather": case.tp_recompute_allgather,
+            },
+            "model": {
+                "dtype": case.dtype,
+                "model_config": {
+                    f"is_{case.family}_config": True,
+                    "hidden_size": 64,
+                    "num_hidden_layers": case.layers,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "intermediate_size": 128,
+                    "vocab_size": VOCABULARY,
+                    "tie_word_embeddings": case.tied,
+                },
+            },
+            "optimizer": {
+                "zero_stage": case.zero_stage,
+                "accumulate_grad_in_fp32": case.accumulate_in_fp32,
+                "learning_rate_scheduler": {"learning_rate": 3e-3, "lr_warmup_steps": 4},
+            },
+            "tokens": {
+                "sequence_length": 32,
+                "micro_batch_size": case.micro_batch_size,
+                "batch_accumulation_per_replica": case.accumulation,
+                "train_steps": case.steps,
+            },
+            "data_stages": [{"name": "random", "start_training_step": 1, "data": {"dataset": None}}],
+        }
+    )
+
+
+def to_walk(batch: Batch) -> Batch:
+    """Turn random tokens into walks of steps 1 to 3, which can be learnt, with targets missing unevenly over rows."""
+    window = torch.cat([batch.tokens[:, :1], batch.labels], dim=1)  # [b, s+1]
+    walk = (window[:, :1] + (1 + window % 3).cumsum(1)) % VOCABULARY
+    missing = window[:, 1:] % 4 < window[:, :1] % 4  # none of the targets in some rows, most of them in others
+    return Batch(walk[:, :-1].contiguous(), walk[:, 1:].masked_fill(missing, IGNORED_LABEL), batch.positions)
+
+
+def train(rank: int, world: int, case: Case) -> tuple[list[float], list[float], list[Piece], list[Piece]]:
+    """Train on this rank: (losses, gradient norms, pieces of the first gradients, pieces of the last weights)."""
+    torch.use_deterministic_algorithms(True)
+    config = config_of(case)
+    mesh = Mesh(mesh_axes(config), rank)
+    assert mesh.world == world
+    training = prepare(config, mesh)
+    feed = Feed(config, mesh, device=torch.device("cpu"))
+    first_grads: list[Piece] = []
+    capture_before_update(training, first_grads)
+    losses, norms = [], []
+    for update in range(1, case.steps + 1):
+        microbatches = [to_walk(batch) for batch in feed.step(update).microbatches]
+        outcome = training.step(update, microbatches).read()
+        losses.append(outcome.lm_loss)
+        norms.append(outcome.grad_norm)
+    feed.close()
+    weights = [
+        (piece.name, piece.shape, piece.box, piece.tensor.detach().clone())
+        for piece in training.pieces()
+        if piece.kind == "weight"
+    ]
+    return losses, norms, first_grads, weights
+
+
+def prepare(config: Config, mesh: Mesh) -> Training:
+    """Groups, model and initial weights, as the trainer sets them up."""
+    if mesh.world > 1:
+        mesh.create_groups(tied_stages=[stage for stages in tied_stages(config).values() for stage in stages])
+    training = Training(config, mesh, "cpu")
+    training.initialize()
+    return training
+
+
+def capture_before_update(training: Training, found: list[Piece]) -> None:
+    """Keep the first step's gradients, as the optimizer gets them: fully summed, not yet clipped."""
+    update = training.optimizer.step
+
+    def capture(*args: Any, **options: Any) -> None:
+        if not found:
+            found.extend(gradient_pieces(training))
+        update(*args, **options)
+
+    training.optimizer.step = capture  # type: ignore[method-assign]
+
+
+def gradient_pieces(training: Training) -> Iterator[Piece]:
+    for bucket in training.buckets.all:
+        for spec, box, view in bucket.boxes(bucket.grads[bucket.shard], bucket.shard):
+            yield spec.name, spec.shape, box, view.clone()
+
+
+def record(pool: Pool, case: Case, timeout: float = 120.0) -> Record:
+    """Run a case on its ranks and put its tensors together."""
+    ranks = pool.run(case.world, train, case, timeout=timeout)
+    losses, norms = ranks[0][0], ranks[0][1]
+    assert all(rank[:2] == (losses, norms) for rank in ranks), "the ranks do not know the same numbers"
+    return Record(
+        losses,
+        norms,
+        put_together([piece for rank in ranks for piece in rank[2]]),
+        put_together([piece for rank in ranks for piece in rank[3]]),
+    )
+
+
+def put_together(pieces: list[Piece]) -> dict[str, Tensor]:
+    """Whole tensors by name from their parts; parts that several ranks hold must be equal in every bit."""
+    wholes: dict[str, Tensor] = {}
+    for name, shape, box, part in pieces:
+        whole = wholes.setdefault(name, torch.full(shape, torch.nan, dtype=part.dtype))
+        held = whole[box.slices()]
+        assert torch.equal(part.where(held.isnan(), held), part), f"{name}: two ranks hold different copies"
+        whole[box.slices()] = part
+    for name, whole in wholes.items():
+        assert not whole.isnan().any(), f"{name}: a part is missing, or not a number"
+    return wholes
