@@ -18,41 +18,12 @@ from torch.autograd import Function
 from torch.distributed import ReduceOp
 
 from nanotron.batch import IGNORED_LABEL
-from nanotron.comm import all_gather, all_reduce, all_reduce_, reduce_scatter
+from nanotron.comm import all_gather, all_reduce, all_reduce_, reduce_scatter, scatter_sum, sum_from
 from nanotron.mesh import Mesh
+from nanotron.weight_grads import WeightGrads
 
 Enter = Literal["copy", "gather"]
 Exit = Literal["sum", "scatter"]
-
-
-class WeightGrads:
-    """Where the weight gradients of one chunk go: into flat gradient buffers, at once or when the schedule says W.
-
-    ``into`` maps a weight to the view of its gradient buffer that it accumulates into; a weight that is not in it gets
-    its gradient from autograd as usual. ``ready(weight)`` is called after each contribution.
-    """
-
-    def __init__(self) -> None:
-        self.into: dict[Tensor, Tensor] = {}
-        self.ready: Callable[[Tensor], None] = lambda weight: None
-        self.defer = False
-        self._jobs: list[Callable[[], None]] = []
-
-    def add(self, weight: Tensor, accumulate: Callable[[Tensor], None]) -> None:
-        """Have ``accumulate(buffer)`` add this microbatch's gradient of ``weight``: now, or when the job is run."""
-        if self.defer:
-            self._jobs.append(partial(self._run, weight, accumulate))
-        else:
-            self._run(weight, accumulate)
-
-    def take(self) -> list[Callable[[], None]]:
-        """The jobs deferred since the last call, oldest first; each must be run exactly once."""
-        jobs, self._jobs = self._jobs, []
-        return jobs
-
-    def _run(self, weight: Tensor, accumulate: Callable[[Tensor], None]) -> None:
-        accumulate(self.into[weight])
-        self.ready(weight)
 
 
 @dataclass(frozen=True)
@@ -195,24 +166,22 @@ def embedding(tokens: Tensor, weight: Tensor, first_row: int, tp: TensorParallel
     rows are added to the table's gradient.
     """
     vectors: Tensor = _Embedding.apply(tokens, weight, first_row, tp)  # type: ignore[no-untyped-call]
-    return vectors
+    if tp.sequence_parallel:
+        return scatter_sum(vectors, tp.mesh, "tp", dim=1)
+    return sum_from(vectors, tp.mesh, "tp")
 
 
 class _Embedding(Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int, tp: TensorParallel) -> Tensor:
         rows, foreign = _local_ids(tokens, first_row, weight.shape[0])
-        vectors = F.embedding(rows, weight).masked_fill(foreign[..., None], 0)
         ctx.save_for_backward(rows, foreign)
         ctx.tp, ctx.weight = tp, weight
-        group = tp.mesh.group("tp")
-        return reduce_scatter(vectors, group, dim=1) if tp.sequence_parallel else all_reduce(vectors, group)
+        return F.embedding(rows, weight).masked_fill_(foreign[..., None], 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, foreign = ctx.saved_tensors
-        if ctx.tp.sequence_parallel:
-            grad = all_gather(grad, ctx.tp.mesh.group("tp"), dim=1)  # [b, s/t, d] -> [b, s, d]
         grad = grad.masked_fill(foreign[..., None], 0)
         return None, _weight_grad(ctx.tp, ctx.weight, partial(_add_rows, rows=rows, grad=grad)), None, None
 

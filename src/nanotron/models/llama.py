@@ -21,7 +21,6 @@ from nanotron.batch import Batch
 from nanotron.layers import (
     Rotary,
     TensorParallel,
-    WeightGrads,
     causal_attention,
     cross_entropy,
     embedding,
@@ -32,6 +31,7 @@ from nanotron.mesh import Mesh
 from nanotron.models.rotary import rotary_frequencies
 from nanotron.models.specs import EMBED, FINAL_NORM, head_name
 from nanotron.params import ParamSpec, draw
+from nanotron.weight_grads import WeightGrads
 
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig
@@ -60,7 +60,9 @@ class Llama(nn.Module):
         sequence_parallel: bool = False,
         recompute: bool = False,
         recompute_allgather: bool = True,
+        shared: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
+        """``shared``: weights of this rank's other chunks, used instead of a second copy of a tied one."""
         super().__init__()
         self.config, self.mesh, self.recompute = config, mesh, recompute
         self.specs: dict[str, ParamSpec] = {}
@@ -71,9 +73,12 @@ class Llama(nn.Module):
 
         def make(name: str) -> nn.Parameter:
             if name not in self.weights:
-                shape = specs[name].local_box(mesh).shape
                 self.specs[name] = specs[name]
-                self.weights[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+                if shared and name in shared:
+                    self.weights[name] = shared[name]
+                else:
+                    shape = specs[name].local_box(mesh).shape
+                    self.weights[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
             self.uses[name] = self.uses.get(name, 0) + 1
             return self.weights[name]
 
@@ -82,7 +87,7 @@ class Llama(nn.Module):
         self.norm = make(FINAL_NORM) if head else None
         self.head = make(head_name(config)) if head else None
         precision = torch.promote_types(dtype, torch.float32)
-        self.register_buffer("frequencies", rotary_frequencies(config, precision, device), persistent=False)
+        self.frequencies = rotary_frequencies(config, precision, device)
 
     def initialize(self, seed: int) -> None:
         """Draw every weight of the chunk: the same values on any layout (params.draw)."""
@@ -153,8 +158,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None) -> Tensor:
         q, kv = linear(x, [self.q, self.kv], self.tp, enter=self.tp.enter, biases=self.qkv_biases)
-        q = q.unflatten(-1, (-1, self.head_dim))  # [b, s, h/t·e] -> [b, s, h/t, e]
-        k, v = kv.unflatten(-1, (2, -1, self.head_dim)).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
+        q = q.view(*q.shape[:2], -1, self.head_dim)  # [b, s, h/t·e] -> [b, s, h/t, e]
+        k, v = kv.view(*kv.shape[:2], 2, -1, self.head_dim).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
         attended = causal_attention(rotary(q), rotary(k), v, doc_starts)  # [b, s, h/t, e]

@@ -18,25 +18,29 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from nanotron.comm import all_reduce_, start_all_gather, start_all_reduce, start_reduce_scatter
-from nanotron.layers import WeightGrads
 from nanotron.mesh import Mesh
 from nanotron.params import Box, ParamSpec, flat_range_boxes
+from nanotron.weight_grads import WeightGrads
 
 
-class Chunk(NamedTuple):
+class Chunk(Protocol):
     """What buckets need to know of a model chunk: its parameters by global name, in model order."""
 
-    weights: dict[str, nn.Parameter]
-    specs: dict[str, ParamSpec]
-    uses: dict[str, int]
-    weight_grads: WeightGrads
+    @property
+    def weights(self) -> dict[str, nn.Parameter]: ...
+    @property
+    def specs(self) -> dict[str, ParamSpec]: ...
+    @property
+    def uses(self) -> dict[str, int]: ...
+    @property
+    def weight_grads(self) -> WeightGrads: ...
 
 
 class Treatment(NamedTuple):
@@ -120,8 +124,8 @@ class Buckets:
         for treatment, names in self._split(chunks, cap_bytes):
             self.all.append(self._build(treatment, chunks[treatment.chunk], names, grad_dtype(treatment.dtype), uses))
         self.all.reverse()  # backward meets the last layers first
-        for chunk in chunks:
-            self._attach(chunk)
+        for index, chunk in enumerate(chunks):
+            self._attach(chunk, index)
         self._next = 0
 
     # ------------------------------------------------------------------ building
@@ -194,7 +198,7 @@ class Buckets:
             self._by_weight[slot.weight] = bucket
         return bucket
 
-    def _attach(self, chunk: Chunk) -> None:
+    def _attach(self, chunk: Chunk, index: int) -> None:
         """Have every parameter of the chunk accumulate into its place in the flat gradients."""
         chunk.weight_grads.ready = self._ready
         for weight in chunk.weights.values():
@@ -203,7 +207,8 @@ class Buckets:
             chunk.weight_grads.into[weight] = bucket.grads[slot.start : slot.start + slot.box.numel].view(
                 slot.box.shape
             )
-            weight.register_post_accumulate_grad_hook(_take_autograd_grad(chunk.weight_grads))  # type: ignore[no-untyped-call]
+            if bucket.treatment.chunk == index:  # once, also for a tied weight that two chunks share
+                weight.register_post_accumulate_grad_hook(_take_autograd_grad(chunk.weight_grads))  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ each step
 
@@ -273,7 +278,8 @@ def _take_autograd_grad(weight_grads: WeightGrads) -> Callable[[Tensor], None]:
     """A hook for weights whose gradient autograd computes (norms): move it into the flat buffer."""
 
     def take(weight: Tensor) -> None:
-        assert weight.grad is not None
+        if weight.grad is None:  # autograd passes by weights whose layer has accumulated their gradient itself
+            return
         weight_grads.into[weight].add_(weight.grad)
         weight.grad = None
         weight_grads.ready(weight)

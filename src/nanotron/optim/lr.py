@@ -9,13 +9,20 @@ from typing import Protocol
 class LRSchedule(Protocol):
     """The resolved keys of ``optimizer.learning_rate_scheduler``; steps are counted in updates, from 1."""
 
-    learning_rate: float
-    lr_warmup_steps: int
-    lr_warmup_style: str
-    lr_decay_style: str
-    lr_decay_steps: int
-    lr_decay_starting_step: int
-    min_decay_lr: float
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def lr_warmup_steps(self) -> int: ...
+    @property
+    def lr_warmup_style(self) -> str: ...
+    @property
+    def lr_decay_style(self) -> str: ...
+    @property
+    def lr_decay_steps(self) -> int: ...
+    @property
+    def lr_decay_starting_step(self) -> int: ...
+    @property
+    def min_decay_lr(self) -> float: ...
 
 
 def learning_rate(schedule: LRSchedule, update: int) -> float:

@@ -50,9 +50,14 @@ class Optimizer:
     def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         """Update every shard's weights, and leave them in the buckets for the gather."""
         self.updates += 1
+        found_inf = found_inf.float()
         for (decay, lr_scale), shards in self._by_setting().items():
             grads = [shard.bucket.grads[shard.bucket.shard].to(shard.master.dtype) for shard in shards]
-            self._update(shards, grads, lr * lr_scale, self._weight_decay if decay else 0.0, grad_scale, found_inf)
+            scale: Tensor | None = grad_scale.float()  # all that the fused kernels take
+            if grads[0].dtype == torch.float64:  # where it would round every gradient to float32
+                torch._foreach_div_(grads, grad_scale)
+                scale = None
+            self._update(shards, grads, lr * lr_scale, self._weight_decay if decay else 0.0, scale, found_inf)
         self.updates -= found_inf
         for shard in self._shards:
             weights = shard.bucket.weights[shard.bucket.shard]
@@ -84,7 +89,8 @@ class Optimizer:
     def _by_setting(self) -> dict[tuple[bool, float], list[_Shard]]:
         settings: dict[tuple[bool, float], list[_Shard]] = {}
         for shard in self._shards:
-            settings.setdefault((shard.bucket.treatment.decay, shard.bucket.treatment.lr_scale), []).append(shard)
+            setting = (shard.bucket.treatment.decay, shard.bucket.treatment.lr_scale)
+            settings.setdefault(setting, []).append(shard)
         return settings
 
     def _update(
@@ -93,7 +99,7 @@ class Optimizer:
         grads: list[Tensor],
         lr: float,
         weight_decay: float,
-        grad_scale: Tensor,
+        grad_scale: Tensor | None,
         found_inf: Tensor,
     ) -> None:
         raise AssertionError("each optimizer has its own update")
@@ -114,7 +120,7 @@ class AdamW(Optimizer):
         grads: list[Tensor],
         lr: float,
         weight_decay: float,
-        grad_scale: Tensor,
+        grad_scale: Tensor | None,
         found_inf: Tensor,
     ) -> None:
         # The operator behind torch.optim.AdamW(fused=True); the class would import torch._dynamo (seconds per rank).
@@ -144,7 +150,7 @@ class SGD(Optimizer):
         grads: list[Tensor],
         lr: float,
         weight_decay: float,
-        grad_scale: Tensor,
+        grad_scale: Tensor | None,
         found_inf: Tensor,
     ) -> None:
         torch._fused_sgd_(

@@ -1,0 +1,114 @@
+"""A model's config in Hugging Face's words and in ours. No torch, and no transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanotron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanotron.config.model import ModelConfig, RopeScalingArgs
+
+SAME = (  # keys that both sides call the same
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "hidden_act",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "pad_token_id",
+)
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+DEFAULTS = {  # what a config.json may leave out, where it is not our default too
+    "llama": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048},
+    "mistral": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "sliding_window": 4096, "num_key_value_heads": 8},
+    "qwen2": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32},
+    "qwen3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
+}
+BIASES = {"llama": (False, True), "mistral": (False,), "qwen2": (True,), "qwen3": (False, True)}
+"""The values of attention_bias that each family's Hugging Face model can have."""
+
+
+def model_config_from_hf(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of ``model.model_config`` for a config.json; raises ConfigError for what we have no words for."""
+    family = theirs.get("model_type")
+    if family not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"config.json: model_type={family!r} is no family that can be imported; those are {known}")
+    values = {**DEFAULTS[family], **{key: value for key, value in theirs.items() if value is not None}}
+    problems = [] if values.get("hidden_act", "silu") == "silu" else [f"hidden_act={values['hidden_act']!r}"]
+    problems += ["mlp_bias=true"] if values.get("mlp_bias") else []
+    if family == "qwen2" and "sliding_attention" in values.get("layer_types", ()):
+        problems.append("layer_types: sliding_attention")
+    rope, unknown = _rope_from_hf(values)
+    problems += unknown
+    if problems:
+        raise ConfigError([f"config.json: {problem} is not available here" for problem in problems])
+    ours = {f"is_{family}_config": True, **{key: values[key] for key in SAME if key in values}, **rope}
+    if len(BIASES[family]) > 1:
+        ours["attention_bias"] = bool(values.get("attention_bias", False))
+    end = values.get("eos_token_id")
+    ours["eos_token_id"] = end[0] if isinstance(end, list) else end
+    ours.setdefault("bos_token_id", None)
+    if values.get("sliding_window") and (family == "mistral" or values.get("use_sliding_window")):
+        ours["sliding_window_size"] = values["sliding_window"]
+    return ours
+
+
+def _rope_from_hf(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Our rotary keys, from the newer ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
+    scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    ours: dict[str, Any] = {"rope_theta": scaling.pop("rope_theta", values.get("rope_theta", 10000.0))}
+    if kind == "default":
+        return ours, []
+    if kind not in {"linear", "llama3"}:
+        return ours, [f"rope_type={kind!r}"]
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    ours["rope_scaling"] = {"rope_type": kind, **{name: scaling[name] for name in names if name in scaling}}
+    return ours, []
+
+
+def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """config.json of an exported model; raises ConfigError for what the Hugging Face family cannot express."""
+    family = next(family for family in ARCHITECTURES if getattr(config, f"is_{family}_config", False))
+    if config.qkv_bias not in BIASES[family]:
+        raise ConfigError(
+            f"model_config.attention_bias={str(config.qkv_bias).lower()} cannot be exported: Hugging Face's {family} "
+            f"always has attention_bias={str(BIASES[family][0]).lower()}"
+        )
+    theirs = {"architectures": [ARCHITECTURES[family]], "model_type": family, "torch_dtype": dtype}
+    theirs |= {key: getattr(config, key) for key in SAME}
+    theirs |= {"eos_token_id": config.eos_token_id, "rope_theta": config.rope_theta, "use_cache": True}
+    theirs["rope_scaling"] = _rope_scaling(config.rope_scaling)
+    if len(BIASES[family]) > 1:
+        theirs["attention_bias"] = config.qkv_bias
+    if family == "mistral":
+        theirs["sliding_window"] = config.sliding_window_size
+    elif config.sliding_window_size is not None:
+        raise ConfigError(
+            f"model_config.sliding_window_size={config.sliding_window_size} cannot be exported as {family}: its layers "
+            "here have no window; leave it out"
+        )
+    return theirs
+
+
+def _rope_scaling(scaling: RopeScalingArgs | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if scaling.rope_type == "linear":
+        return {"rope_type": "linear", "factor": scaling.factor}
+    names = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return {name: getattr(scaling, name) for name in names}

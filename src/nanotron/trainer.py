@@ -1,0 +1,317 @@
+"""A run: set up in order, step until done, save and stop as told. The step itself is ``nanotron.step``."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nanotron.checkpoint.agreement import Store
+from nanotron.checkpoint.read import load
+from nanotron.checkpoint.resume import agree_resume, check_data, check_shapes, read_state
+from nanotron.checkpoint.write import Saver
+from nanotron.data.feed import EndOfData, Feed, StepData
+from nanotron.launch import codes
+from nanotron.launch.folder import run_directory
+from nanotron.layout import parameter_specs
+from nanotron.logging import get_logger
+from nanotron.mesh import Mesh
+from nanotron.metrics.record import Metrics
+from nanotron.optim.lr import learning_rate
+from nanotron.step import ControlWord, Outcome, Training
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+logger = get_logger(__name__)
+
+
+def train(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    store: Store | None = None,
+    allow_data_change: bool = False,
+) -> int:
+    """Run the training that ``config`` describes on this rank; the same call on all ranks.
+
+    ``mesh`` has its groups; ``store`` is the one through which all ranks agree (None for one process). Returns the exit
+    code. Raises ConfigError for what only now shows to be a mistake, such as a checkpoint of another model.
+    """
+    training = Training(config, mesh, device)
+    start = _load_or_initialize(training, config, mesh, store, allow_data_change=allow_data_change)
+    if start.step >= config.tokens.train_steps:
+        logger.info(
+            f"nothing left to train: step {start.step} of tokens.train_steps={config.tokens.train_steps} is saved"
+        )
+        return codes.DONE
+    feed = Feed(config, mesh, device=device, consumed=start.consumed)
+    if start.fingerprints is not None:
+        for line in check_data(start.fingerprints, feed.fingerprints(), allow_change=allow_data_change):
+            logger.warning(line)
+    metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
+    checkpoints = config.checkpoints
+    saver = Saver(
+        checkpoints.checkpoints_path,
+        mesh.rank,
+        mesh.world,
+        store,
+        keep_last_n=checkpoints.keep_last_n,
+        keep_every=checkpoints.keep_every,
+    )
+    run = Run(config, mesh, training, feed, metrics, saver, step=start.step)
+    try:
+        with _signals(run), _located(run):
+            return run.to_the_end()
+    finally:
+        feed.close()
+        metrics.close()
+
+
+class _Start(NamedTuple):
+    """Where a run begins; ``fingerprints`` of the data are a checkpoint's, None when the run starts afresh."""
+
+    step: int = 0
+    consumed: dict[str, int] | None = None
+    fingerprints: dict[str, Any] | None = None
+
+
+def _load_or_initialize(
+    training: Training, config: Config, mesh: Mesh, store: Store | None, *, allow_data_change: bool
+) -> _Start:
+    """Fill weights and optimizer from the checkpoint that the rules of resuming choose, or else draw them."""
+    checkpoints = config.checkpoints
+    resume = agree_resume(
+        checkpoints.checkpoints_path,
+        checkpoints.resume_checkpoint_path,
+        mesh.rank,
+        mesh.world,
+        store,
+        verify=checkpoints.verify,
+    )
+    if resume is None:
+        training.initialize()
+        return _Start()
+    for line in resume.notices:
+        logger.warning(line)
+    check_shapes(resume.checkpoint, {name: spec.shape for name, spec in parameter_specs(config).items()})
+    state = read_state(resume.checkpoint)
+    wanted = [piece for piece in training.pieces() if checkpoints.load_optimizer or piece.kind == "weight"]
+    load(resume.checkpoint, wanted)
+    if checkpoints.load_optimizer:
+        training.optimizer.updates.fill_(state["optimizer_updates"])
+    else:
+        training.optimizer.load_masters_from_weights()
+    if not checkpoints.load_lr_scheduler:
+        logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
+        return _Start()
+    logger.info(f"resuming from {resume.checkpoint}, step {resume.step}")
+    return _Start(resume.step, state["consumed"], state["data"])
+
+
+class _Made(NamedTuple):
+    """A step that was made, its control word perhaps not read yet."""
+
+    step: int
+    word: ControlWord
+    data: StepData
+    consumed_samples: int
+    consumed_tokens: int
+
+
+@dataclass
+class Run:
+    """The loop over steps of one rank, and when it saves and stops. Every rank takes the same decisions."""
+
+    config: Config
+    mesh: Mesh
+    training: Training
+    feed: Feed
+    metrics: Metrics
+    saver: Saver
+    step: int
+    """Steps made so far."""
+    told_to_stop: bool = False
+
+    def __post_init__(self) -> None:
+        self._unread: deque[_Made] = deque()
+        self._last_saved = self.step
+        self._clock = self._last_save_time = time.perf_counter()
+
+    def to_the_end(self) -> int:
+        """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
+        if self.config.checkpoints.save_initial_state and self.step == 0:
+            self._save()
+        while self.step < self.config.tokens.train_steps:
+            try:
+                data = self.feed.step(self.step + 1)
+            except EndOfData as end:
+                logger.info(str(end))
+                break
+            self._make(data)
+            outcomes = self._read(keep=0 if self._reads_now() else 1)
+            if any(outcome.save or outcome.stop for outcome in outcomes):
+                outcomes += self._read()
+            finite = all(outcome.finite for outcome in outcomes)
+            if not finite and self.config.optimizer.on_nan == "stop":
+                return self._stopped_by_nan()
+            if finite and (self._save_is_due() or any(outcome.save for outcome in outcomes)):
+                self._save()
+            if any(outcome.stop for outcome in outcomes):
+                return self._end(preempted=True)
+        if not all(outcome.finite for outcome in self._read()) and self.config.optimizer.on_nan == "stop":
+            return self._stopped_by_nan()
+        return self._end(preempted=False)
+
+    def _stopped_by_nan(self) -> int:
+        """End without a save: the last checkpoint is of a step whose loss and gradient were finite."""
+        self.saver.wait()
+        return codes.STOPPED_BY_NAN
+
+    def _make(self, data: StepData) -> None:
+        """One step: the update itself, and what is to be told of it once its control word is read."""
+        word = self.training.step(
+            self.step + 1, data.microbatches, save=self._minutes_are_over(), stop=self.told_to_stop
+        )
+        self.step += 1
+        samples, tokens = sum(self.feed.consumed.values()), self.feed.consumed_tokens
+        self._unread.append(_Made(self.step, word, data, samples, tokens))
+        for line in self.saver.poll():
+            logger.error(line)
+
+    def _reads_now(self) -> bool:
+        """Whether this step's word must be read before the next step: it is to be printed, or saved after."""
+        return self.step % self.config.logging.iteration_step_info_interval == 0 or self._save_is_due()
+
+    def _save_is_due(self) -> bool:
+        return self.step % self.config.checkpoints.checkpoint_interval == 0
+
+    def _minutes_are_over(self) -> bool:
+        minutes = self.config.checkpoints.interval_minutes
+        return minutes is not None and time.perf_counter() - self._last_save_time > 60 * minutes
+
+    def _read(self, keep: int = 0) -> list[Outcome]:
+        """Read the control words of all but the last ``keep`` steps, and log those steps."""
+        outcomes = []
+        while len(self._unread) > keep:
+            made = self._unread.popleft()
+            outcome = made.word.read()
+            outcomes.append(outcome)
+            self._log(made, outcome)
+        return outcomes
+
+    def _log(self, made: _Made, outcome: Outcome) -> None:
+        now = time.perf_counter()
+        values: dict[str, float | int | str] = {
+            "lm_loss": outcome.lm_loss,
+            "grad_norm": outcome.grad_norm,
+            "lr": self._learning_rate(made.step),
+            "seconds": now - self._clock,
+            "num_samples": made.data.num_samples,
+            "num_tokens": made.data.num_tokens,
+            "consumed_samples": made.consumed_samples,
+            "consumed_tokens": made.consumed_tokens,
+            "stage": made.data.stage,
+        }
+        if self.config.model.model_config.z_loss_enabled:
+            values["z_loss"] = outcome.z_loss
+        self._clock = now
+        self.metrics.log(made.step, values)
+        if not outcome.finite:
+            policy = "stopping" if self.config.optimizer.on_nan == "stop" else "its update was left out"
+            logger.warning(
+                f"step {made.step}: loss {outcome.lm_loss} or gradient norm {outcome.grad_norm} is not finite; "
+                f"{policy} (optimizer.on_nan: {self.config.optimizer.on_nan})"
+            )
+
+    def _learning_rate(self, update: int) -> float:
+        return learning_rate(self.config.optimizer.learning_rate_scheduler, update)
+
+    def _save(self) -> None:
+        """Begin a checkpoint of the current step."""
+        self.saver.save(self.step, list(self.training.pieces()), self._state(), _texts(self.config))
+        self._last_saved, self._last_save_time = self.step, time.perf_counter()
+        logger.info(f"saving step {self.step} to {self.config.checkpoints.checkpoints_path}")
+
+    def _state(self) -> dict[str, Any]:
+        """state.json: the position of the run, and what bit-identical resuming depends on."""
+        return {
+            "step": self.step,
+            **self.feed.state_dict(),
+            "optimizer_updates": float(self.training.optimizer.updates),
+            "lr": self._learning_rate(self.step) if self.step else None,
+            "data": self.feed.fingerprints(),
+            "layout": {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")},
+            "threads_per_rank": torch.get_num_threads(),
+            "device": _device_name(self.training.optimizer.updates.device),
+            "versions": {name: version(name) for name in ("nanotron", "torch", "numpy")},
+        }
+
+    def _end(self, *, preempted: bool) -> int:
+        """Save what is to be saved last, wait for it, and say how the run ended."""
+        if self._last_saved != self.step and (preempted or self.config.checkpoints.save_final_state):
+            self._save()
+        saved = self.saver.wait()
+        for line in self.saver.poll():
+            logger.error(line)
+        if preempted:
+            logger.info(f"stopped at step {self.step} as told, " + ("saved" if saved else "but not saved"))
+            return codes.PREEMPTED if saved else codes.PREEMPTED_UNSAVED
+        return codes.DONE if saved else codes.USER_MISTAKE
+
+
+def _texts(config: Config) -> dict[str, str]:
+    """The files that make a checkpoint readable without its run directory."""
+    import json
+
+    import yaml
+
+    plain = config.to_dict()
+    return {
+        "config.yaml": yaml.safe_dump(plain, sort_keys=False),
+        "model_config.json": json.dumps(plain["model"]["model_config"], indent=1) + "\n",
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    import platform
+
+    if device.type == "cpu":
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+@contextmanager
+def _signals(run: Run) -> Iterator[None]:
+    """Turn SIGTERM, SIGINT and SIGUSR1 into the wish to save and stop after the current step."""
+
+    def wish(number: int, frame: FrameType | None) -> None:
+        run.told_to_stop = True
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.signal(number, wish) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _located(run: Run) -> Iterator[None]:
+    """Note on an exception at which stage, step and action it left this rank."""
+    try:
+        yield
+    except Exception as error:
+        where = {"stage": run.mesh.coord("pp"), "step": run.step + 1, "action": run.training.pipeline.current_action}
+        error.where = where  # type: ignore[attr-defined]
+        raise
