@@ -35,6 +35,8 @@ class Peers:
         self._place = place
         self._store: Store | None = None
         self._groups_store: Store | None = None
+        self.training_store: Store | None = None
+        """Where the trainer's parts agree; None in a run of one process."""
 
     def meet(self, timeout: timedelta) -> None:
         """Connect to the store that all ranks share."""
@@ -44,6 +46,7 @@ class Peers:
         store.set_timeout(timeout)
         self._store = PrefixStore("launch", store)
         self._groups_store = PrefixStore("groups", store)
+        self.training_store = PrefixStore("training", store)
 
     def gather(self, backend: str, device: torch.device, timeout: timedelta) -> None:
         """Create the default process group; collective."""

@@ -120,7 +120,7 @@ def _train(config: Config, place: Place, peers: Peers, *, allow_data_change: boo
             describe_run(run_dir, config, mesh, device)
         from nanotron.trainer import train
 
-        code = train(config, mesh, device, allow_data_change=allow_data_change)
+        code = train(config, mesh, device, store=peers.training_store, allow_data_change=allow_data_change)
         peers.disband()
         return code
     except ConfigError as mistake:
@@ -137,13 +137,10 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     """Threads, data that is made on the spot, device, process groups, mesh."""
     import torch
 
-    from nanotron.mesh import Mesh, training_axes
+    from nanotron.layout import mesh_axes, tied_stages
+    from nanotron.mesh import Mesh
 
-    general, layout, model = config.general, config.parallelism, config.model.model_config
-    mesh = Mesh(
-        training_axes(dp=layout.dp, tp=layout.tp, pp=layout.pp, num_key_value_heads=model.num_key_value_heads),
-        place.rank,
-    )
+    general, mesh = config.general, Mesh(mesh_axes(config), place.rank)
     set_up_logging(config.logging.log_level, config.logging.log_level_replica, mesh)
     _prepare_data(config)
     torch.set_num_threads(num_threads(general.threads_per_rank, place, os.environ))
@@ -154,8 +151,8 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         timeout = timedelta(seconds=general.timeout_s)
         peers.gather(backend, device, timeout)
         general.run = peers.agree_on("run", general.run)  # its date may differ by a second
-        tied = (0, layout.pp - 1) if model.tie_word_embeddings else ()
-        mesh.create_groups(tied_stages=tied, timeout=timeout)
+        (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
+        mesh.create_groups(tied_stages=holders, timeout=timeout)
     logger.info("%s on %s, %s, %d threads per rank", mesh, device, backend, torch.get_num_threads())
     return device, mesh
 

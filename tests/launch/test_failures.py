@@ -1,0 +1,61 @@
+"""Which of several failures came first."""
+
+from pathlib import Path
+
+import pytest
+
+from nanotron.launch.failures import Failure, failure_of, first_of, read_failures, write_failure
+
+
+def failure(rank: int, kind: str, when: float, **where: object) -> Failure:
+    return Failure(rank, kind, "error", when, "host", dict(where))
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ValueError("bad"), "own"),
+        (RuntimeError("shape mismatch"), "own"),
+        (RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:39393"), "peer"),
+        (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), "timeout"),
+        (ConnectionResetError("Connection reset by peer"), "peer"),
+    ],
+)
+def test_an_error_is_told_apart_from_the_loss_of_a_peer(error: Exception, kind: str) -> None:
+    assert failure_of(error, 0).kind == kind
+
+
+def test_a_ranks_own_error_comes_before_earlier_losses_of_peers() -> None:
+    first = first_of([failure(0, "peer", 1.0), failure(1, "timeout", 2.0), failure(2, "own", 3.0)])
+    assert first is not None
+    assert first.rank == 2
+
+
+def test_a_killed_rank_and_an_own_error_are_ordered_by_time() -> None:
+    first = first_of([failure(0, "own", 3.0), failure(1, "killed", 2.0)])
+    assert first is not None
+    assert first.rank == 1
+
+
+def test_among_timeouts_the_rank_furthest_behind_comes_first() -> None:
+    first = first_of([failure(0, "timeout", 1.0, step=9), failure(1, "timeout", 2.0, step=8)])
+    assert first is not None
+    assert first.rank == 1
+
+
+def test_nothing_failed() -> None:
+    assert first_of([]) is None
+
+
+def test_a_failure_survives_its_file_and_older_ones_are_left_out(tmp_path: Path) -> None:
+    error = ValueError("bad\nin two lines")
+    error.where = {"stage": 1, "step": 7, "action": "F0"}  # type: ignore[attr-defined]
+    try:
+        raise error
+    except ValueError as caught:
+        written = failure_of(caught, 3)
+    write_failure(tmp_path, written)
+    assert read_failures(tmp_path) == [written]
+    assert read_failures(tmp_path, since=written.when + 1) == []
+    assert str(written).endswith("(stage 1, step 7, action F0): ValueError: bad in two lines")
+    assert "raise error" in written.traceback

@@ -1,0 +1,165 @@
+"""Ranks of one machine, started and watched by a parent."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from nanotron.launch import codes, host
+from nanotron.launch.failures import first_of
+from nanotron.launch.host import Workers, exit_code, start_workers, watch_workers
+
+
+def run(entry: Callable[[Sequence[str]], int], world: int, *argv: str, stop_grace_s: float = 20.0) -> Workers:
+    workers = start_workers(world, argv, piped=False, entry=entry)
+    watch_workers(workers, stop_grace_s=stop_grace_s, refresh=lambda: None)
+    return workers
+
+
+def all_reduce_ranks(argv: Sequence[str]) -> int:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    (Path(argv[0]) / os.environ["RANK"]).write_text(f"{total.item()} {os.getpgrp() == os.getpid()}")
+    dist.destroy_process_group()
+    return 0
+
+
+def test_ranks_meet_at_the_parents_store_in_process_groups_of_their_own(tmp_path: Path) -> None:
+    workers = run(all_reduce_ranks, 3, str(tmp_path))
+    assert exit_code(workers) == codes.DONE
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["6 True"] * 3
+
+
+def code_of_rank(argv: Sequence[str]) -> int:
+    return int(argv[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "code"),
+    [
+        (["0", "0"], codes.DONE),
+        (["75", "75"], codes.PREEMPTED),
+        (["75", "76"], codes.PREEMPTED_UNSAVED),
+        (["2", "2"], codes.USER_MISTAKE),
+        (["4", "4"], codes.STOPPED_BY_NAN),
+    ],
+)
+def test_the_runs_exit_code_is_its_ranks(ranks: list[str], code: int) -> None:
+    assert exit_code(run(code_of_rank, 2, *ranks)) == code
+
+
+def raise_on_rank_one(argv: Sequence[str]) -> int:
+    if os.environ["RANK"] == "1":
+        raise ValueError("broken")
+    time.sleep(60)
+    return 0
+
+
+def test_a_rank_that_outlives_another_ones_failure_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "FAILURE_GRACE_S", 0.3)
+    workers = run(raise_on_rank_one, 2)
+    assert exit_code(workers) == codes.OUR_BUG
+    assert workers.ended[0][0] == -signal.SIGTERM
+    assert workers.killed() == [], "a rank that we ended did not fail"
+    assert "ValueError: broken" in capfd.readouterr().err
+
+
+def kill_rank_one(argv: Sequence[str]) -> int:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    return 1
+
+
+def test_a_killed_rank_is_named_as_the_first_failure() -> None:
+    workers = run(kill_rank_one, 3)
+    assert exit_code(workers) == codes.OUR_BUG
+    first = first_of(workers.killed())
+    assert first is not None
+    assert (first.rank, first.error) == (1, "ended by SIGKILL")
+
+
+def exit_75_when_told(argv: Sequence[str]) -> int:
+    told: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: told.append(number))
+    Path(argv[0], os.environ["RANK"]).touch()
+    while not told:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    return 75 if len(told) == 1 else 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_the_parent_reaches_every_rank_once_and_their_code_comes_back(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    def tell_when_ready() -> None:
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    workers = start_workers(2, [str(tmp_path)], piped=False, entry=exit_75_when_told)
+    thread = threading.Thread(target=tell_when_ready)
+    thread.start()
+    watch_workers(workers, stop_grace_s=20.0, refresh=lambda: None)
+    thread.join()
+    assert exit_code(workers) == codes.PREEMPTED
+
+
+def ignore_signals(argv: Sequence[str]) -> int:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(argv[0], "ready").touch()
+    time.sleep(60)
+    return 0
+
+
+def test_a_rank_that_does_not_stop_in_time_is_killed_and_nothing_counts_as_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "END_GRACE_S", 0.2)
+
+    def tell_when_ready() -> None:
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    workers = start_workers(1, [str(tmp_path)], piped=False, entry=ignore_signals)
+    thread = threading.Thread(target=tell_when_ready)
+    thread.start()
+    watch_workers(workers, stop_grace_s=0.3, refresh=lambda: None)
+    thread.join()
+    assert workers.ended[0][0] == -signal.SIGKILL
+    assert exit_code(workers) == codes.PREEMPTED_UNSAVED
+
+
+def say_something(argv: Sequence[str]) -> int:
+    os.write(1, f"out of rank {os.environ['RANK']}\n".encode())
+    os.write(2, f"err of rank {os.environ['RANK']}\n".encode())
+    return 0
+
+
+def test_piped_ranks_print_to_the_parent() -> None:
+    workers = start_workers(2, [], piped=True, entry=say_something)
+    watch_workers(workers, stop_grace_s=1.0, refresh=lambda: None)
+    assert workers.output is not None
+    text = os.read(workers.output, 65536).decode()
+    os.close(workers.output)
+    assert sorted(text.splitlines()) == [f"{where} of rank {rank}" for where in ("err", "out") for rank in (0, 1)]
+
+
+def test_a_fresh_rank_runs_the_same_entry() -> None:
+    program = host._program(code_of_rank, ["3"])
+    assert (
+        program == "import sys; from " + code_of_rank.__module__ + " import code_of_rank; sys.exit(code_of_rank(['3']))"
+    )

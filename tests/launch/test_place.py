@@ -1,0 +1,78 @@
+"""Who a process is, how many threads it takes, where its run directory is."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from nanotron.launch.folder import name_of_run, run_directory
+from nanotron.launch.place import Place, num_cores, num_threads
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "TORCHELASTIC_RUN_ID": "none",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def test_without_a_launcher_a_process_is_the_whole_run() -> None:
+    place = Place.from_environment({})
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (0, 1, 0, 1)
+    assert place.num_nodes == 1
+
+
+def test_torchrun_tells_rank_and_machine() -> None:
+    place = Place.from_environment(TORCHRUN)
+    assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
+    assert (place.node, place.num_nodes) == (1, 2)
+
+
+def test_the_cores_of_a_machine_are_shared_out_among_its_ranks_whatever_torchrun_sets() -> None:
+    place = Place.from_environment(TORCHRUN)
+    assert num_threads(None, place, TORCHRUN) == max(1, num_cores() // 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "threads"),
+    [
+        (3, {"OMP_NUM_THREADS": "5"}, 3),
+        (None, {"OMP_NUM_THREADS": "5"}, 5),
+        (None, TORCHRUN | {"OMP_NUM_THREADS": "5"}, 5),
+        (None, {"OMP_NUM_THREADS": "1"}, 1),
+        (None, {}, num_cores()),
+    ],
+    ids=["the config wins", "a wish", "a wish under torchrun", "a wish for one", "all cores"],
+)
+def test_threads_are_the_configs_else_the_environments_else_all(
+    asked: int | None, environment: dict[str, str], threads: int
+) -> None:
+    assert num_threads(asked, Place(0, 1, 0, 1), environment) == threads
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "checkpoints", "expected"),
+    [
+        ("here", "ck", "here"),
+        (None, "ck/points", "ck/points"),
+        (None, "s3://bucket/ck", "runs/my-run"),
+    ],
+)
+def test_the_run_directory_is_the_checkpoints_when_those_are_local(
+    run_dir: str | None, checkpoints: str, expected: str
+) -> None:
+    config = SimpleNamespace(
+        general=SimpleNamespace(run_dir=run_dir, run="my-run"),
+        checkpoints=SimpleNamespace(checkpoints_path=checkpoints),
+    )
+    assert str(run_directory(config)) == expected
+
+
+def test_a_runs_name_gets_its_date_and_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    date, job = name_of_run("%date_%jobid").rsplit("_", 1)
+    assert len(date) == len("20260102_030405")
+    assert job == "local"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    assert name_of_run("x-%jobid") == "x-77"
