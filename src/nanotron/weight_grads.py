@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 
@@ -34,5 +35,6 @@ class WeightGrads:
         return jobs
 
     def _run(self, weight: Tensor, accumulate: Callable[[Tensor], None]) -> None:
-        accumulate(self.into[weight])
+        with torch.no_grad():  # a deferred job runs outside of backward
+            accumulate(self.into[weight])
         self.ready(weight)
