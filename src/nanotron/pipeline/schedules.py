@@ -11,9 +11,9 @@ the whole model, 0..ranks * num_chunks - 1. The drawings have one row per rank, 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -173,11 +173,15 @@ def zbv(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 def _zbv_full(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     done: Counter[tuple[str, int]] = Counter()
+    stash: deque[Action] = deque()  # B done, W not yet; oldest first
 
     def following(kinds: str, chunk: int) -> Iterator[Action]:
         for kind in kinds:
-            yield Action(kind, done[kind, chunk], chunk)
+            action = stash.popleft()._replace(kind="W") if kind == "W" else Action(kind, done[kind, chunk], chunk)
             done[kind, chunk] += 1
+            if kind == "B":
+                stash.append(action)
+            yield action
 
     for _ in range(2 * (ranks - rank) - 1):  # fill the way down
         yield from following("F", 0)
@@ -195,9 +199,8 @@ def _zbv_full(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
         yield from following("B", 1)
     for _ in range(ranks - rank):
         yield from following("BW", 0)
-    for chunk in (1, 0):
-        while done["W", chunk] < microbatches:
-            yield from following("W", chunk)
+    while stash:
+        yield from following("W", 0)
 
 
 @dataclass(frozen=True)
@@ -251,3 +254,16 @@ def schedule_problems(name: str, ranks: int, virtual_stages: int, microbatches: 
             f"pp_engine: interleaved_1f1b needs; the nearest is {nearest}"
         )
     return problems
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same placement, forwards only, for any number of microbatches: as many at a time as there are ranks."""
+
+    def order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+        chunks = sorted(range(schedule.num_chunks), key=lambda chunk: schedule.placement(rank, chunk))
+        for first in range(0, microbatches, ranks):
+            for chunk in chunks:
+                for microbatch in range(first, min(first + ranks, microbatches)):
+                    yield Action("F", microbatch, chunk)
+
+    return replace(schedule, name=f"{schedule.name}, forward only", order=order)

@@ -61,7 +61,7 @@ def prove(schedule: Schedule, microbatches: int) -> list[Program]:
 def check_actions(schedule: Schedule, microbatches: int) -> None:
     """Each microbatch goes forward, backward and into the weights once per chunk, in an order that keeps its sums.
 
-    W must follow the order of B in every chunk: each weight's gradients are summed first-in first-out, whenever W runs.
+    A rank's W must follow the order of its B: each weight's gradients are summed first-in first-out, whenever W runs.
     """
     name = f"schedule {schedule.name}"
     places = [(rank, chunk) for rank in range(schedule.ranks) for chunk in range(schedule.num_chunks)]
@@ -101,16 +101,14 @@ def _check_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> No
                     f"schedule {schedule.name}, rank {rank}: {action} of stage "
                     f"{schedule.placement(rank, action.chunk)} comes before its {before}; move it behind"
                 )
-    for chunk in range(schedule.num_chunks):
-        backward, weights = (
-            [action.microbatch for action in actions if action.kind == kind and action.chunk == chunk] for kind in "BW"
-        )
-        for expected, found in zip(backward, weights, strict=True):
-            if expected != found:
-                raise ConfigError(
-                    f"schedule {schedule.name}, rank {rank}: W{found} of stage {schedule.placement(rank, chunk)} "
-                    f"overtakes W{expected}; W must follow the order of B, so that weight gradients are summed in order"
-                )
+    order = {kind: [action for action in actions if action.kind == kind] for kind in "BW"}
+    for backward, weights in zip(order["B"], order["W"], strict=True):
+        if weights[1:] != backward[1:]:
+            raise ConfigError(
+                f"schedule {schedule.name}, rank {rank}: {weights} of stage "
+                f"{schedule.placement(rank, weights.chunk)} overtakes {backward._replace(kind='W')}; a rank's W must "
+                f"follow the order of its B, so that weight gradients are summed in one order"
+            )
 
 
 def rendezvous(schedule: Schedule, programs: Sequence[Program]) -> None:

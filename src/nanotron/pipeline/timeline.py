@@ -108,7 +108,8 @@ def execute(
     """Run every rank's actions in order, each as soon as its input has arrived, and note when.
 
     A transfer between ranks takes `transfer`, occupies neither rank, and leaves as soon as its sender has computed it.
-    With `eager_weights` a rank that waits takes its oldest pending W meanwhile, as the engine does over gloo.
+    With `eager_weights` a rank that waits takes its oldest pending W meanwhile (but none of the last microbatch), as
+    the engine does over gloo.
     Raises ConfigError, naming rank, stage and action, when a rank waits for something that is never computed.
     """
     clockwork = _Clockwork(schedule, microbatches, cost, transfer, eager_weights)
@@ -133,7 +134,8 @@ class _Clockwork:
     def __init__(
         self, schedule: Schedule, microbatches: int, cost: StageCost, transfer: float, eager_weights: bool
     ) -> None:
-        self.schedule, self.cost, self.transfer, self.eager_weights = schedule, cost, transfer, eager_weights
+        self.schedule, self.microbatches, self.cost = schedule, microbatches, cost
+        self.transfer, self.eager_weights = transfer, eager_weights
         self.rows = [_Row(rank, split_fused(schedule.actions(rank, microbatches))) for rank in range(schedule.ranks)]
         self.queue = [(0.0, row.rank) for row in self.rows]  # ranks that can go on, by clock
         self.arrivals: dict[Message, float] = {}
@@ -165,7 +167,7 @@ class _Clockwork:
             elif action in row.pending:  # else it was done while waiting
                 row.pending.remove(action)
                 self._do(row, action)
-        elif self.eager_weights and row.pending:
+        elif self.eager_weights and row.pending and row.pending[0].microbatch < self.microbatches - 1:
             self._do(row, row.pending.popleft())
         elif arrival is not None:
             row.clock = arrival

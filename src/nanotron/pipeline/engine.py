@@ -1,0 +1,226 @@
+"""The one loop that runs any pipeline schedule; a pipeline of one rank is the same loop with nothing to send.
+
+b rows   s tokens of a row   t tensor-parallel ranks   d hidden size
+what travels between stages is [b, s, d], or [b, s/t, d] under sequence parallelism
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from nanotron.mesh import Mesh
+from nanotron.pipeline.communication import Exchange, Program, communication
+from nanotron.pipeline.schedules import Action, Schedule, forward_only
+from nanotron.pipeline.simulate import prove, rendezvous
+from nanotron.pipeline.timeline import Message, Span, input_of, output_of
+from nanotron.pipeline.transport import Transport
+
+
+class WeightGradients(Protocol):
+    """Where a chunk's weight gradients go: computed within backward, or kept as jobs while `defer` is set."""
+
+    defer: bool
+
+    def take(self) -> list[Callable[[], None]]:
+        """The jobs kept since the last call, oldest first; each must be run exactly once."""
+        ...
+
+
+class Chunk(Protocol):
+    """A piece of the model: (activation or None, microbatch) -> (activation, token-sum losses, metrics)."""
+
+    weight_grads: WeightGradients
+
+    def __call__(self, x: Tensor | None, batch: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]: ...
+
+
+class Pipeline:
+    """One rank of a pipeline: its chunks, and the proven program that says when each works and with whom it talks."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        schedule: Schedule,
+        mesh: Mesh,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sequence_parallel: bool = False,
+    ) -> None:
+        assert (schedule.ranks, schedule.num_chunks) == (mesh.size("pp"), len(chunks))
+        self.chunks, self.schedule, self.mesh = chunks, schedule, mesh
+        self.rank = mesh.coord("pp")
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, torch.device(device)
+        self.token_shards = mesh.size("tp") if sequence_parallel else 1
+        self.current_action = "idle"
+        """What this rank is doing, for whoever reports a failure."""
+        self.spans: list[Span] | None = None
+        """Set it to a list, and every action of the following batches is noted there with its start and end."""
+        self._programs: dict[tuple[int, bool], Program] = {}
+
+    def run(self, batches: Sequence[Any], loss_scale: float | Tensor) -> dict[str, Tensor]:
+        """Forward and backward of all microbatches; gradients of Σ losses · loss_scale are added to the weights'.
+
+        Returns the losses' sums (unscaled, detached) as far as this rank computes them.
+        """
+        return _Run(self, batches, loss_scale).execute(self._program(len(batches), forward=False))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Any]) -> dict[str, Tensor]:
+        """Forward of all microbatches without gradients; returns the losses' sums as far as this rank computes them."""
+        return _Run(self, batches, 1.0).execute(self._program(len(batches), forward=True))
+
+    def _program(self, microbatches: int, *, forward: bool) -> Program:
+        """This rank's program, proven together with all the others' the first time it is asked for."""
+        key = (microbatches, forward)
+        if key not in self._programs:
+            if forward:
+                schedule = forward_only(self.schedule)
+                programs = communication(schedule, microbatches)
+                rendezvous(schedule, programs)
+            else:
+                programs = prove(self.schedule, microbatches)
+            self._programs[key] = programs[self.rank]
+        return self._programs[key]
+
+
+@dataclass
+class _Live:
+    """A microbatch in a chunk between its forward and its backward: its input, and where its backward starts.
+
+    The output itself is not kept: its place in the graph is enough, so its memory is free as soon as it has left,
+    unless autograd needs it.
+    """
+
+    x: Tensor | None
+    output: GradientEdge | None
+    loss: Tensor | None
+
+
+class _Run:
+    """One batch on its way through the rank."""
+
+    def __init__(self, pipeline: Pipeline, batches: Sequence[Any], loss_scale: float | Tensor) -> None:
+        self.pipeline, self.schedule, self.rank = pipeline, pipeline.schedule, pipeline.rank
+        self.batches, self.loss_scale = batches, loss_scale
+        rows, tokens = batches[0].tokens.shape
+        shape = (rows, tokens // pipeline.token_shards, pipeline.hidden_size)
+        self.transport = Transport(pipeline.mesh, shape, pipeline.dtype, pipeline.device)
+        self.losses: dict[str, Tensor] = {}
+        self.live: dict[tuple[int, int], _Live] = {}
+        self.handed: dict[Message, Tensor] = {}  # computed here: to be sent, or the input of this rank's next chunk
+        self.pending: deque[tuple[Action, list[Callable[[], None]]]] = deque()  # W not done yet, oldest first
+
+    def execute(self, program: Program) -> dict[str, Tensor]:
+        for step in program:
+            self.pipeline.current_action = self._describe(step)
+            if isinstance(step, Exchange):
+                self.transport.post(step, self.handed.pop)
+            elif step.kind == "F":
+                self._forward(step)
+            elif step.kind == "W":
+                self._weights(step)
+            else:
+                self._backward(step)
+        self.pipeline.current_action = "waiting until everything sent has left"
+        self.transport.finish()
+        self.pipeline.current_action = "idle"
+        assert not any((self.live, self.handed, self.pending)), "the program left something undone"
+        return self.losses
+
+    def _forward(self, action: Action) -> None:
+        x = self._input(action)
+        if x is not None and torch.is_grad_enabled():
+            x = x.detach().requires_grad_()  # the graph of a chunk ends at its input
+        with self._timed(action):
+            y, losses, _ = self.pipeline.chunks[action.chunk](x, self.batches[action.microbatch])
+            loss = torch.stack(list(losses.values())).sum() * self.loss_scale if losses else None
+        for name, value in losses.items():
+            self.losses[name] = self.losses[name] + value.detach() if name in self.losses else value.detach()
+        message = output_of(self.schedule, self.rank, action)
+        if message is not None:
+            self.handed[message] = y.detach()
+        if torch.is_grad_enabled():
+            output = None if message is None else get_gradient_edge(y)
+            self.live[action[1:]] = _Live(x, output, loss)
+
+    def _backward(self, action: Action) -> None:
+        """B, or BW when nobody waits for the input's gradient: then the weights' are computed on the way."""
+        grad = self._input(action)
+        live = self.live.pop(action[1:])
+        starts = [(live.output, grad), (live.loss, None)]
+        roots, grads = zip(*[start for start in starts if start[0] is not None], strict=True)
+        weight_grads = self.pipeline.chunks[action.chunk].weight_grads
+        with self._timed(action):
+            weight_grads.defer = action.kind == "B"
+            torch.autograd.backward(roots, grads)
+            weight_grads.defer = False
+        if action.kind == "B":
+            self.pending.append((action._replace(kind="W"), weight_grads.take()))
+        message = output_of(self.schedule, self.rank, action)
+        if message is not None:
+            grad = None if live.x is None else live.x.grad
+            assert grad is not None, "a chunk's output must depend on its input"
+            self.handed[message] = grad
+
+    def _weights(self, action: Action) -> None:
+        if self.pending and self.pending[0][0] == action:  # else it was done while waiting
+            self._oldest_weights()
+
+    def _oldest_weights(self) -> None:
+        action, jobs = self.pending.popleft()
+        with self._timed(action):
+            for job in jobs:
+                job()
+
+    def _input(self, action: Action) -> Tensor | None:
+        """What an action needs from a neighbouring stage, waiting for it if need be."""
+        message = input_of(self.schedule, self.rank, action)
+        if message is None:
+            return None
+        if message in self.handed:
+            return self.handed.pop(message)
+        parcel = self.transport.receive(message)
+        while self.transport.can_ask and not parcel.is_done() and self._may_take_weights():
+            self._oldest_weights()
+        return parcel.take()
+
+    def _may_take_weights(self) -> bool:
+        """Whether a W may fill the time of waiting.
+
+        Those of the last microbatch stay where the schedule has them: they complete gradient buckets, and all replicas
+        must reduce their buckets in one order.
+        """
+        return bool(self.pending) and self.pending[0][0].microbatch < len(self.batches) - 1
+
+    def _describe(self, step: Action | Exchange) -> str:
+        if isinstance(step, Exchange):
+            return str(step)
+        return f"{step.kind} of microbatch {step.microbatch} in stage {self.schedule.placement(self.rank, step.chunk)}"
+
+    @contextmanager
+    def _timed(self, action: Action) -> Iterator[None]:
+        """Note when an action starts and ends, if somebody wants to know."""
+        spans = self.pipeline.spans
+        if spans is None:
+            yield
+            return
+        start = self._now()
+        yield
+        stage = self.schedule.placement(self.rank, action.chunk)
+        spans.append(Span(self.rank, *action, stage, start, self._now()))
+
+    def _now(self) -> float:
+        if self.pipeline.device.type != "cpu":
+            torch.accelerator.synchronize(self.pipeline.device)  # only while tracing: it shows the device's time
+        return perf_counter()
