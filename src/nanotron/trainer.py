@@ -19,6 +19,7 @@ from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume, check_data, check_shapes, read_state
 from nanotron.checkpoint.write import Saver
 from nanotron.data.feed import EndOfData, Feed, StepData
+from nanotron.data.fingerprint import fingerprint_changes
 from nanotron.launch import codes
 from nanotron.launch.folder import run_directory
 from nanotron.layout import parameter_specs
@@ -56,7 +57,8 @@ def train(
         return codes.DONE
     feed = Feed(config, mesh, device=device, consumed=start.consumed)
     if start.fingerprints is not None:
-        for line in check_data(start.fingerprints, feed.fingerprints(), allow_change=allow_data_change):
+        changes = fingerprint_changes(start.fingerprints, feed.fingerprints())
+        for line in check_data(changes, allow_change=allow_data_change):
             logger.warning(line)
     metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
     checkpoints = config.checkpoints
