@@ -1,8 +1,4 @@
-"""The `nanotron` command. Each sub-command imports what it needs when it runs, so that `--help` and `check` are fast.
-
-A command is a function with `@app.command()`; its options' help is its documentation. User mistakes (ConfigError) raised
-anywhere below are printed one line each, and the exit code is 2.
-"""
+"""The `nanotron` command. Every sub-command imports what it needs when it runs, so `--help` and `check` are fast."""
 
 from __future__ import annotations
 
@@ -14,13 +10,7 @@ import typer
 
 from nanotron.errors import ConfigError
 
-app = typer.Typer(
-    name="nanotron",
-    help="LLM pretraining with data, tensor and pipeline parallelism.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(name="nanotron", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML config of the run.", show_default=False)]
 Overrides = Annotated[
@@ -32,24 +22,38 @@ NumProcesses = Annotated[
 ]
 
 
+@app.callback()
+def nanotron() -> None:
+    """LLM pretraining with data, tensor and pipeline parallelism, from a YAML config."""
+
+
+# One function per command. A user's mistake is raised as ConfigError; `main` prints it.
+
+
 @app.command()
 def check(
     config_file: ConfigFile,
     override: Overrides = [],  # noqa: B006
     nproc: NumProcesses = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Print only YAML, which loads again to the same config.")
+    ] = False,
 ) -> None:
-    """Name every mistake in a config, or print it resolved."""
-    from nanotron.config import get_config_from_file
+    """Name every mistake in a config; without any, print it resolved, what was defaulted marked, and a summary."""
+    from nanotron.check import examine, marked, summary
     from nanotron.config.document import dump
 
-    print(dump(get_config_from_file(config_file, override).to_dict()))
-
-
-# --- commands of other parts of nanotron: one function each, kept in alphabetical order ---------------------------------
+    checked = examine(config_file, override, nproc)
+    for notice in checked.notices:
+        print(notice, file=sys.stderr)
+    if resolved:
+        print(dump(checked.config.to_dict()), end="")
+    else:
+        print(marked(checked), "", *summary(checked.config), sep="\n")
 
 
 def main() -> None:
-    """Run the command line: exit code 0 done, 1 our bug, 2 the user's mistake."""
+    """Run the command line. Exit codes: 0 done, 1 our bug, 2 the user's mistake (one line each, no traceback)."""
     try:
         app()
     except ConfigError as error:

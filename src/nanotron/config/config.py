@@ -16,7 +16,7 @@ from nanotron.config.general import (
     ProfilerArgs,
     TokenizerArgs,
 )
-from nanotron.config.keys import Derived, Section, fields_of, is_section, key, required, section, status_of
+from nanotron.config.keys import Derived, Section, Status, fields_of, is_section, key, required, section, status_of
 from nanotron.config.model import ModelArgs
 from nanotron.config.training import OptimizerArgs, TokensArgs
 
@@ -38,7 +38,12 @@ class Config:
     logging: Section[LoggingArgs] = key(None, "What is printed and recorded.", factory=LoggingArgs)
     metrics_logging: Section[MetricsLoggingArgs] = key(None, "How much is measured.", factory=MetricsLoggingArgs)
     profiler: ProfilerArgs | None = key(None, "A trace of some steps; null is none.")
-    s3_upload: S3UploadArgs | None = key(None, "Upload of checkpoints; null is none.")
+    s3_upload: S3UploadArgs | None = key(
+        None,
+        "Upload of checkpoints by s5cmd.",
+        refused="set checkpoints.checkpoints_path to the s3:// URL itself; files are uploaded behind training",
+        allowed=(None,),
+    )
     lighteval: dict[str, Any] | None = key(
         None,
         "Evaluation jobs on a Slurm cluster.",
@@ -91,10 +96,10 @@ def _plain(value: Any) -> Any:
     return {
         name: _plain(getattr(value, name))
         for name, info in fields_of(type(value)).items()
-        if not _says_nothing(getattr(value, name), info.default, status_of(info).notice)
+        if not _says_nothing(getattr(value, name), info.default, status_of(info))
     }
 
 
-def _says_nothing(value: Any, default: Any, notice: str) -> bool:
-    """Tell whether a key can be left out: it is null by default, or has no effect, and is at its default."""
-    return bool(value == default and (value is None or notice))
+def _says_nothing(value: Any, default: Any, status: Status) -> bool:
+    """Tell whether a key at its default can be left out: null, without effect here, or without a choice."""
+    return bool(value == default and (value is None or status.notice or status.refused))

@@ -6,6 +6,7 @@ A section is a pydantic dataclass and every key is declared once, with `key` or 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast, get_args
@@ -118,6 +119,12 @@ def dotted(path: Path) -> str:
     for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return text
+
+
+def path_of(name: str) -> Path:
+    """Read what `dotted` writes; `data_stages.0.data` is `data_stages[0].data` too."""
+    parts = re.sub(r"\[(\d+)\]", r".\1", name).split(".")
+    return tuple(int(part) if part.isdigit() else part for part in parts)
 
 
 class _Nullable:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import yaml
 
 from nanotron.config.document import Document, Place, Problem, parse_value
-from nanotron.config.keys import Path, dotted
+from nanotron.config.keys import Path, dotted, path_of
 
 
 def apply_override(document: Document, override: str) -> None:
@@ -38,9 +37,9 @@ def apply_override(document: Document, override: str) -> None:
 
 
 def _path(name: str) -> Path | None:
-    """Read `data_stages[0].data` or `data_stages.0.data`."""
-    parts = re.sub(r"\[(\d+)\]", r".\1", name.strip()).split(".")
-    return tuple(int(part) if part.isdigit() else part for part in parts) if all(parts) else None
+    """Read a dotted name; None when a part of it is empty."""
+    path = path_of(name.strip())
+    return path if all(part != "" for part in path) else None
 
 
 def _set(values: Any, path: Path, value: Any) -> str:

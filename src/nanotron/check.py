@@ -1,0 +1,211 @@
+"""Every problem of a config at once: its keys, its rules, and what it points to on disk. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from nanotron.checkpoint.resume import find_resume
+from nanotron.config import Config, ExistingCheckpointInit, PretrainDatasetsArgs, SFTDatasetsArgs
+from nanotron.config.document import Problem, dump, parse
+from nanotron.config.keys import dotted, path_of, status_of, walk
+from nanotron.config.load import Reading, notices, read_file
+from nanotron.config.messages import nearest
+from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
+from nanotron.data.probe import model_vocab_size, probe_stages
+from nanotron.errors import ConfigError
+from nanotron.layout import layers_of_stages, parameter_specs, pipeline_schedule
+from nanotron.logging import human_format
+from nanotron.models.existing_names import matching
+from nanotron.pipeline.schedules import SCHEDULE_NAMES, schedule_problems
+
+PROBES: list[Rule] = []
+"""Questions that look beyond the config: at schedules, parameters and files."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A config without mistakes, what its file says, and a line for everything in it that is legal and surprising."""
+
+    config: Config
+    reading: Reading
+    notices: list[str]
+
+
+def check(config_file: str | os.PathLike[str], overrides: Sequence[str] = (), nproc: int | None = None) -> Config:
+    """Return a config, resolved, for `nproc` ranks (None: as many as it asks for).
+
+    Raises ConfigError with every mistake.
+    """
+    return examine(config_file, overrides, nproc).config
+
+
+def examine(config_file: str | os.PathLike[str], overrides: Sequence[str] = (), nproc: int | None = None) -> Checked:
+    """Do what `check` does, and keep the notices. Raises ConfigError with every mistake."""
+    reading = read_file(config_file, overrides)
+    if reading.config is not None:
+        _ask(reading, reading.config, [*RULES, _fits(nproc)])
+        _ask(reading, reading.config, PROBES)
+    config = reading.value()
+    if config.model.model_config.vocab_size is None:
+        config.model.model_config.vocab_size = model_vocab_size(config)
+    return Checked(config, reading, [*notices(reading), *_cautions(reading, config)])
+
+
+def _ask(reading: Reading, config: Config, rules: Sequence[Rule]) -> None:
+    """Ask the rules whose keys are all sound, and report what they find."""
+    for rule in rules:
+        if all(reading.is_sound(path) for path in rule.keys):
+            for name, text in rule.ask(config):
+                reading.report(path_of(name), text)
+
+
+def _cautions(reading: Reading, config: Config) -> list[str]:
+    found = [finding for rule in CAUTIONS for finding in rule.ask(config)]
+    for name, line in DEFAULTS_THAT_DIFFER.items():
+        if path_of(name) not in reading.document.places and (text := line(config)):
+            found.append((name, text))
+    document = reading.document
+    return [Problem(path_of(name), text, document.place_of(path_of(name))).line(reading.name) for name, text in found]
+
+
+def summary(config: Config) -> list[str]:
+    """Return five lines: parameters, tokens, layout, layers of each rank, data."""
+    specs, layout, tokens = parameter_specs(config), config.parallelism, config.tokens
+    step = config.global_batch_size_in_tokens
+    names = ", ".join(stage.name for stage in config.data_stages)
+    return [
+        f"parameters  {human_format(sum(spec.numel for spec in specs.values()))}, vocabulary"
+        f" {config.model.model_config.vocab_size}, {config.model.dtype}",
+        f"tokens      {human_format(step * tokens.train_steps)} in {tokens.train_steps} steps of"
+        f" {config.global_batch_size} samples of {tokens.sequence_length}",
+        f"layout      {layout.world_size} ranks: dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp}"
+        f" ({layout.tp_mode}), zero stage {config.optimizer.zero_stage}",
+        f"layers      {_layers_of_ranks(config)}",
+        f"data        {len(config.data_stages)} stage{'s'[: len(config.data_stages) > 1]}: {names}",
+    ]
+
+
+def _layers_of_ranks(config: Config) -> str:
+    """Write which layers each pipeline rank holds: `rank 0: embedding, 0-12 | rank 1: 13-23, head`."""
+    schedule, layers = pipeline_schedule(config), layers_of_stages(config)
+    held: list[list[str]] = [[] for _ in range(config.parallelism.pp)]
+    for stage, (rank, _) in sorted(schedule.holders.items()):
+        lo, hi = layers[stage]
+        held[rank] += ["embedding"] * (stage == 0)
+        held[rank].append(f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}")
+        held[rank] += ["head"] * (stage == schedule.num_stages - 1)
+    return " | ".join(f"pipeline rank {rank}: {', '.join(parts)}" for rank, parts in enumerate(held))
+
+
+def _fits(nproc: int | None) -> Rule:
+    """The rule that the layout needs exactly the ranks that are launched."""
+
+    def ask(config: Config) -> Findings:
+        layout = config.parallelism
+        dp, tp, pp = layout.dp, layout.tp, layout.pp
+        if nproc is None or nproc == layout.world_size:
+            return
+        others = {"dp": tp * pp, "tp": dp * pp, "pp": dp * tp}
+        fits = [f"{axis}={nproc // rest}" for axis, rest in others.items() if nproc % rest == 0]
+        fix = " or ".join(fits) if fits else f"dp={nproc}, tp=1, pp=1"
+        yield (
+            "parallelism",
+            f"dp={dp} · tp={tp} · pp={pp} makes {layout.world_size} ranks, but {nproc} are launched;"
+            f" launch {layout.world_size}, or use {fix}",
+        )
+
+    return Rule(tuple(path_of(f"parallelism.{axis}") for axis in ("dp", "tp", "pp")), ask)
+
+
+def _probe(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
+    return declare(PROBES, keys)
+
+
+@_probe(
+    "parallelism.pp_engine", "parallelism.pp", "parallelism.pp_virtual_stages", "tokens.batch_accumulation_per_replica"
+)
+def _schedule_can_run(config: Config) -> Findings:
+    layout = config.parallelism
+    if layout.pp_engine not in SCHEDULE_NAMES:
+        guess = nearest(layout.pp_engine, SCHEDULE_NAMES)
+        hint = f"; did you mean {guess}?" if guess else ""
+        yield "parallelism.pp_engine", f"{layout.pp_engine} is not one of {', '.join(SCHEDULE_NAMES)}{hint}"
+        return
+    microbatches = config.tokens.batch_accumulation_per_replica
+    for line in schedule_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches):
+        yield _blame(line, "parallelism.pp_engine")
+
+
+@_probe("optimizer.weight_decay_exclude_named_params", "model.model_config", "model.init_method")
+def _patterns_match_parameters(config: Config) -> Findings:
+    names = list(parameter_specs(config))
+    for index, pattern in enumerate(config.optimizer.weight_decay_exclude_named_params):
+        if not matching(names, [pattern]):
+            yield (
+                f"optimizer.weight_decay_exclude_named_params[{index}]",
+                f"{pattern} matches no parameter; names are like {names[0]} and {names[2]}",
+            )
+
+
+@_probe("data_stages", "tokenizer", "model.model_config.vocab_size", "tokens.sequence_length")
+def _data_can_be_read(config: Config) -> Findings:
+    unreadable = False
+    for index, stage in enumerate(config.data_stages):
+        if isinstance(stage.data.dataset, PretrainDatasetsArgs | SFTDatasetsArgs):
+            unreadable = True
+            yield (
+                f"data_stages[{index}].data.dataset.hf_dataset_or_datasets",
+                "data sets are not tokenized while training; do it once, with `nanotron tokenize`, and give its output"
+                " as dataset_folder",
+            )
+    if not unreadable:
+        yield from ((dotted(problem.path), problem.text) for problem in probe_stages(config))
+
+
+@_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path")
+def _checkpoint_can_be_resumed(config: Config) -> Findings:
+    path, resume = config.checkpoints.checkpoints_path, config.checkpoints.resume_checkpoint_path
+    if os.path.isfile(path):
+        yield "checkpoints.checkpoints_path", f"{path} is a file; name a folder"
+    elif "://" not in f"{path}{resume}":  # a remote one is looked at when the run starts
+        try:
+            find_resume(path, resume)
+        except ConfigError as error:
+            yield _blame(str(error), "checkpoints.resume_checkpoint_path")
+
+
+@_probe("model.init_method")
+def _initial_weights_exist(config: Config) -> Findings:
+    init = config.model.init_method
+    if not isinstance(init, ExistingCheckpointInit) or "://" in init.path:
+        return
+    names = os.listdir(init.path) if os.path.isdir(init.path) else []
+    if not {"index.json", "config.json"} & set(names):
+        found = f"holds {', '.join(sorted(names)[:4]) or 'nothing'}" if os.path.isdir(init.path) else "is no folder"
+        yield (
+            "model.init_method.path",
+            f"{init.path} {found}; name a step folder of a checkpoint (with index.json) or a Hugging Face model folder"
+            " (with config.json)",
+        )
+
+
+def _blame(line: str, otherwise: str) -> tuple[str, str]:
+    """Split `section.key=value does not fit` into the key and the rest of the line."""
+    found = re.match(r"([\w.\[\]]+\.[\w\[\]]+)=(.+)$", line, flags=re.DOTALL)
+    return (found[1], found[2]) if found else (otherwise, line)
+
+
+def marked(checked: Checked) -> str:
+    """Return the config as YAML in which every key that the file leaves out is marked, with the rule that filled it."""
+    text = dump(checked.config.to_dict())
+    lines = text.splitlines()
+    rules = {path: status_of(info).derived for path, _, info in walk(checked.config)}
+    written = checked.reading.document.places
+    for path, place in parse(text).places.items():
+        is_leaf = not lines[place.line - 1].rstrip().endswith(":")
+        if path not in written and path in rules and is_leaf:
+            lines[place.line - 1] += f"  # default: {rules[path]}" if rules[path] else "  # default"
+    return "\n".join(lines)

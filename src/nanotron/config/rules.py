@@ -1,0 +1,306 @@
+"""Rules between keys: what a key allows by itself is part of its declaration, what several allow together is here.
+
+A rule names the keys that it reads; it is asked only when all of them are sound. It yields (key, text) for every
+breach, where key is the one to blame. A caution has the same form but describes what is legal and surprising.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from nanotron.config.config import Config
+from nanotron.config.data import NanosetDatasetsArgs
+from nanotron.config.keys import Path, path_of
+from nanotron.config.model import Qwen2Config
+
+Findings = Iterator[tuple[str, str]]
+HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
+LAYERS, TRAIN_STEPS = "model.model_config.num_hidden_layers", "tokens.train_steps"
+SEQUENCE, SCHEDULER = "tokens.sequence_length", "optimizer.learning_rate_scheduler"
+
+
+class Rule(NamedTuple):
+    """A question to a config and the keys that it reads."""
+
+    keys: tuple[Path, ...]
+    ask: Callable[[Config], Findings]
+
+
+RULES: list[Rule] = []
+CAUTIONS: list[Rule] = []
+
+
+def declare(rules: list[Rule], keys: tuple[str, ...]) -> Callable[[Callable[[Config], Findings]], None]:
+    """Return a decorator that adds a function to these rules, as one that reads these keys."""
+    return lambda ask: rules.append(Rule(tuple(path_of(name) for name in keys), ask))
+
+
+def rule(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
+    """Declare a rule that reads these keys."""
+    return declare(RULES, keys)
+
+
+def caution(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
+    """Declare a caution that reads these keys."""
+    return declare(CAUTIONS, keys)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the positive divisors of a number, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def listed(numbers: list[int]) -> str:
+    """Write a set of legal values: `1, 2, 3 or 6`."""
+    words = [str(number) for number in numbers]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+# --- layout -----------------------------------------------------------------------------------------------------------
+
+
+@rule(HEADS, KV_HEADS)
+def _heads_share_kv_heads(config: Config) -> Findings:
+    heads, kv_heads = config.model.model_config.num_attention_heads, config.model.model_config.num_key_value_heads
+    if heads % kv_heads:
+        yield KV_HEADS, f"{kv_heads} does not divide num_attention_heads={heads}; use {listed(divisors(heads))}"
+
+
+@rule("parallelism.tp", HEADS, KV_HEADS)
+def _heads_divide_by_tp(config: Config) -> Findings:
+    heads, kv_heads = config.model.model_config.num_attention_heads, config.model.model_config.num_key_value_heads
+    tp = config.parallelism.tp
+    if heads % kv_heads:
+        kv_heads = heads  # reported by the rule above; say here what the heads allow
+    legal = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+    if heads % tp:
+        yield "parallelism.tp", f"{tp} does not divide {HEADS}={heads}; use {listed(legal)}"
+    elif tp not in legal:
+        yield (
+            "parallelism.tp",
+            f"{tp} neither divides {KV_HEADS}={kv_heads} nor is a multiple of it; use {listed(legal)}",
+        )
+
+
+@rule("parallelism.pp", "parallelism.pp_virtual_stages", LAYERS)
+def _every_stage_has_a_layer(config: Config) -> Findings:
+    layers, virtual = config.model.model_config.num_hidden_layers, config.parallelism.pp_virtual_stages
+    stages = config.parallelism.pp * virtual
+    if stages > layers:
+        what = (
+            f"{config.parallelism.pp}" if virtual == 1 else f"{config.parallelism.pp} with pp_virtual_stages={virtual}"
+        )
+        yield (
+            "parallelism.pp",
+            f"{what} makes {stages} stages of {LAYERS}={layers}, but every stage needs a layer;"
+            f" use at most {max(1, layers // virtual)}",
+        )
+
+
+@rule("parallelism.pp_layers", "parallelism.pp", "parallelism.pp_virtual_stages", LAYERS)
+def _pp_layers_add_up(config: Config) -> Findings:
+    given, layers = config.parallelism.pp_layers, config.model.model_config.num_hidden_layers
+    if given is None:
+        return
+    stages = config.parallelism.pp * config.parallelism.pp_virtual_stages
+    if len(given) != stages:
+        yield "parallelism.pp_layers", f"{given} has {len(given)} numbers for {stages} stages; give one for each"
+    if any(count < 1 for count in given):
+        yield "parallelism.pp_layers", f"{given} leaves a stage without a layer; every stage needs one"
+    elif sum(given) != layers:
+        yield "parallelism.pp_layers", f"{given} adds up to {sum(given)}, not to {LAYERS}={layers}"
+
+
+@rule("parallelism.tp", "model.model_config.vocab_size")
+def _every_rank_has_tokens(config: Config) -> Findings:
+    size = config.model.model_config.vocab_size
+    if size is not None and size < config.parallelism.tp:
+        yield "parallelism.tp", f"{config.parallelism.tp} ranks cannot share vocab_size={size}; use at most {size}"
+
+
+@rule("parallelism.tp_mode", "parallelism.tp", SEQUENCE, "data_stages")
+def _sequences_divide_by_tp(config: Config) -> Findings:
+    tp = config.parallelism.tp
+    if not config.parallelism.sequence_parallel:
+        return
+    for key, length in _sequence_lengths(config):
+        if length % tp:
+            nearest = max(tp, round(length / tp) * tp)
+            yield (
+                key,
+                f"{length} is not a multiple of parallelism.tp={tp}, which tp_mode: REDUCE_SCATTER needs;"
+                f" the nearest is {nearest}",
+            )
+
+
+def _sequence_lengths(config: Config) -> Iterator[tuple[str, int]]:
+    if any(stage.sequence_length is None for stage in config.data_stages):
+        yield SEQUENCE, config.tokens.sequence_length
+    for index, stage in enumerate(config.data_stages):
+        if stage.sequence_length is not None:
+            yield f"data_stages[{index}].sequence_length", stage.sequence_length
+
+
+# --- model ------------------------------------------------------------------------------------------------------------
+
+
+@rule("model.dtype")
+def _dtype_is_trainable(config: Config) -> Findings:
+    if config.model.dtype == "float16":
+        yield "model.dtype", "float16 needs loss scaling, which is not available; use bfloat16"
+
+
+@rule("model.model_config.sliding_window_size", SEQUENCE, "data_stages")
+def _windows_cover_sequences(config: Config) -> Findings:
+    window, longest = config.model.model_config.sliding_window_size, max(config.stage_sequence_lengths)
+    if window is not None and window < longest:
+        yield (
+            "model.model_config.sliding_window_size",
+            f"{window} is shorter than the longest sequence, {longest}, and attention always sees the whole sequence;"
+            " leave it out, or shorten the sequences",
+        )
+
+
+@rule("model.model_config.rope_scaling")
+def _rope_scaling_has_a_slope(config: Config) -> Findings:
+    scaling = config.model.model_config.rope_scaling
+    if scaling is not None and scaling.rope_type == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield (
+            "model.model_config.rope_scaling.high_freq_factor",
+            f"{scaling.high_freq_factor} must be larger than low_freq_factor={scaling.low_freq_factor}",
+        )
+
+
+@rule("model.model_config.vocab_size")
+def _special_tokens_exist(config: Config) -> Findings:
+    model = config.model.model_config
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        token = getattr(model, name)
+        if token is not None and model.vocab_size is not None and token >= model.vocab_size:
+            yield f"model.model_config.{name}", f"{token} is no token: vocab_size={model.vocab_size}; use less, or null"
+
+
+# --- length of the run, learning rate, profiler -----------------------------------------------------------------------
+
+
+@rule(f"{SCHEDULER}.lr_warmup_steps", TRAIN_STEPS)
+def _warmup_fits(config: Config) -> Findings:
+    warmup, steps = config.optimizer.learning_rate_scheduler.lr_warmup_steps, config.tokens.train_steps
+    if warmup > steps:
+        yield f"{SCHEDULER}.lr_warmup_steps", f"{warmup} is longer than the run, {TRAIN_STEPS}={steps}"
+
+
+@rule(f"{SCHEDULER}.lr_decay_starting_step", f"{SCHEDULER}.lr_decay_steps", f"{SCHEDULER}.lr_warmup_steps", TRAIN_STEPS)
+def _decay_fits(config: Config) -> Findings:
+    scheduler, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
+    start, length, warmup = scheduler.lr_decay_starting_step, scheduler.lr_decay_steps, scheduler.lr_warmup_steps
+    if start < warmup:
+        yield f"{SCHEDULER}.lr_decay_starting_step", f"{start} lies within the warm-up, lr_warmup_steps={warmup}"
+    if start > steps and start != warmup:
+        yield f"{SCHEDULER}.lr_decay_starting_step", f"{start} lies beyond the run, {TRAIN_STEPS}={steps}"
+    elif start <= steps < start + length:
+        yield (
+            f"{SCHEDULER}.lr_decay_steps",
+            f"{length} steps from step {start} end at {start + length}, beyond {TRAIN_STEPS}={steps};"
+            f" use at most {steps - start}, or leave it out",
+        )
+
+
+@rule(f"{SCHEDULER}.min_decay_lr", f"{SCHEDULER}.learning_rate")
+def _lowest_lr_is_lower(config: Config) -> Findings:
+    scheduler = config.optimizer.learning_rate_scheduler
+    if scheduler.min_decay_lr > scheduler.learning_rate:
+        yield f"{SCHEDULER}.min_decay_lr", f"{scheduler.min_decay_lr} is above learning_rate={scheduler.learning_rate}"
+
+
+@rule("optimizer.weight_decay_exclude_named_params")
+def _patterns_compile(config: Config) -> Findings:
+    for index, pattern in enumerate(config.optimizer.weight_decay_exclude_named_params):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            name = f"optimizer.weight_decay_exclude_named_params[{index}]"
+            yield name, f"{pattern} is not a regular expression: {error}"
+
+
+@rule("profiler", TRAIN_STEPS)
+def _profiler_fits(config: Config) -> Findings:
+    profiler, steps = config.profiler, config.tokens.train_steps
+    if profiler is not None and profiler.last_step > steps:
+        yield (
+            "profiler",
+            f"its cycles end at step {profiler.last_step} (skip_first + repeat · (wait + warmup + active)), beyond"
+            f" {TRAIN_STEPS}={steps}",
+        )
+
+
+# --- data stages ------------------------------------------------------------------------------------------------------
+
+
+@rule("data_stages")
+def _stages_are_in_order(config: Config) -> Findings:
+    stages = config.data_stages
+    for index, stage in enumerate(stages):
+        if stage.name in [earlier.name for earlier in stages[:index]]:
+            yield f"data_stages[{index}].name", f"{stage.name} is the name of an earlier stage; names are unique"
+    starts = [stage.start_training_step for stage in stages]
+    if starts[0] != 1:
+        yield "data_stages[0].start_training_step", f"{starts[0]}: the first stage starts at step 1"
+    for index in range(1, len(starts)):
+        if starts[index] <= starts[index - 1]:
+            yield (
+                f"data_stages[{index}].start_training_step",
+                f"{starts[index]} does not come after the stage before, which starts at {starts[index - 1]};"
+                " list stages in order",
+            )
+
+
+@rule("data_stages")
+def _weights_match_folders(config: Config) -> Findings:
+    for index, stage in enumerate(config.data_stages):
+        dataset, key = stage.data.dataset, f"data_stages[{index}].data.dataset"
+        if not isinstance(dataset, NanosetDatasetsArgs):
+            continue
+        if not dataset.dataset_folder:
+            yield f"{key}.dataset_folder", "empty; list at least one folder"
+        if dataset.token_size_in_bytes not in (None, 2, 4):
+            yield f"{key}.token_size_in_bytes", f"{dataset.token_size_in_bytes} is not 2 or 4"
+
+
+# --- legal, but worth a line ------------------------------------------------------------------------------------------
+
+
+@caution("model.model_config.max_position_embeddings", SEQUENCE, "data_stages")
+def _sequences_are_longer_than_meant(config: Config) -> Findings:
+    meant = config.model.model_config.max_position_embeddings
+    for key, length in _sequence_lengths(config):
+        if length > meant:
+            yield key, f"{length} is longer than model.model_config.max_position_embeddings={meant}"
+
+
+@caution(TRAIN_STEPS, "data_stages")
+def _stages_are_reached(config: Config) -> Findings:
+    for index, stage in enumerate(config.data_stages):
+        if stage.start_training_step > config.tokens.train_steps > 0:
+            key = f"data_stages[{index}].start_training_step"
+            yield key, f"{stage.start_training_step} is never reached: {TRAIN_STEPS}={config.tokens.train_steps}"
+
+
+DEFAULTS_THAT_DIFFER: dict[str, Callable[[Config], str]] = {
+    "model.model_config.intermediate_size": lambda config: (
+        f"left out, so {config.model.model_config.intermediate_size} (8/3 of hidden_size, rounded up to a multiple of"
+        " 64); the existing Nanotron takes 11008"
+    ),
+    "model.model_config.attention_bias": lambda config: (
+        "left out, so Qwen2 has its biases on q, k and v; the existing Nanotron leaves them away"
+        if isinstance(config.model.model_config, Qwen2Config)
+        else ""
+    ),
+    f"{SCHEDULER}.min_decay_lr": lambda config: (
+        f"left out, so the learning rate stays at {config.optimizer.learning_rate_scheduler.learning_rate} after"
+        " warm-up; set it, e.g. to a tenth, for a decay"
+    ),
+}
+"""Keys whose absence has an effect that people may not expect, and the line that says so (empty: nothing to say)."""
