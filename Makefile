@@ -1,0 +1,44 @@
+# make train   a fresh clone to a trained model: environment, corpus, 8 ranks (dp 2 · tp 2 · pp 2), a generated text
+# make test    all tests            make lint    ruff and mypy           make parity  every layout against one process
+# make setup   only .venv           make lock    pin new versions (needs uv)
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+CONFIG := examples/config_tiny_llama.yaml
+RUN := runs/tiny_llama
+PROMPT := import os
+
+.PHONY: train test lint parity setup lock
+.DEFAULT_GOAL := train
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "nanotron needs Python 3.10 or newer: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
+	touch $(STAMP)
+
+train: setup
+	$(BIN)/python -m nanotron.data.corpus
+	$(BIN)/torchrun --nproc_per_node=8 run_train.py --config-file $(CONFIG)
+	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)"
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+parity: setup
+	$(BIN)/python -m tests.parity
+
+lock:
+	uv pip compile -q --universal --python-version 3.10 --extra dev --no-header --no-annotate --no-emit-index-url \
+	  --no-emit-find-links pyproject.toml | grep -vE '^(nvidia|cuda|triton)\b' > requirements.new
+	(grep '^#' requirements.lock; cat requirements.new) > requirements.lock.new
+	rm requirements.new && mv requirements.lock.new requirements.lock
