@@ -38,7 +38,7 @@ def train(
 
     ``plain``: the ranks' own log lines also on a terminal. Raises ConfigError for a mistake in the config.
     """
-    config = checked_config(config_file, overrides, world=nproc)
+    config, _ = checked_config(config_file, overrides, world=nproc)
     run_dir = run_directory(config)
     argv = ["--config-file", config_file, *(f"--override={change}" for change in overrides)]
     argv += [f"--override=general.run={config.general.run}"]  # its date is the parent's

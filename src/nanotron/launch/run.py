@@ -62,30 +62,34 @@ def run_train(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     place = Place.from_environment(os.environ)
     peers = Peers(place)
+    config: Config | None = None
+    notices: list[str] = []
+    mistakes: list[str] = []
     with _until_said(place):
         try:
-            config, mistakes = checked_config(arguments.config_file, arguments.override, world=place.world), []
+            config, notices = checked_config(arguments.config_file, arguments.override, world=place.world)
         except ConfigError as error:
-            config, mistakes = None, error.problems
+            mistakes = error.problems
         if place.num_nodes > 1:  # a machine may miss a file that the others have: all ranks end together
             peers.meet(MEETING_TIMEOUT)
             mistakes = peers.exchange_mistakes(mistakes)
         if mistakes:
             return _say_once(mistakes, place)
     assert config is not None
-    return _train(config, place, peers, allow_data_change=arguments.allow_data_change)
+    return _train(config, place, peers, notices, allow_data_change=arguments.allow_data_change)
 
 
-def checked_config(config_file: str, overrides: Sequence[str], *, world: int | None) -> Config:
-    """The config without mistakes, every derived key filled in; ``world`` is the number of launched ranks, if known.
+def checked_config(config_file: str, overrides: Sequence[str], *, world: int | None) -> tuple[Config, list[str]]:
+    """The config without mistakes, every derived key filled in, and a line for each legal thing that may surprise.
 
-    Raises ConfigError with every mistake, among them a layout that does not fit the ranks.
+    ``world`` is the number of launched ranks, None when that is not decided. Raises ConfigError with every mistake;
+    one is a layout that does not fit the ranks.
     """
-    from nanotron.check import check
+    from nanotron.check import examine
 
-    config = check(config_file, overrides, nproc=world)
-    config.general.run = name_of_run(config.general.run)
-    return config
+    checked = examine(config_file, overrides, world)
+    checked.config.general.run = name_of_run(checked.config.general.run)
+    return checked.config, checked.notices
 
 
 @contextmanager
@@ -110,7 +114,7 @@ def _say_once(mistakes: Sequence[str], place: Place) -> int:
     return codes.USER_MISTAKE
 
 
-def _train(config: Config, place: Place, peers: Peers, *, allow_data_change: bool) -> int:
+def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, allow_data_change: bool) -> int:
     """Set this rank up, train, and end: cleanly, or with a record of what failed."""
     run_dir = run_directory(config)
     try:
@@ -118,6 +122,8 @@ def _train(config: Config, place: Place, peers: Peers, *, allow_data_change: boo
         record_path(run_dir, place.rank).unlink(missing_ok=True)
         if place.rank == 0:
             describe_run(run_dir, config, mesh, device)
+            for notice in notices:
+                logger.info(notice)
         from nanotron.trainer import train
 
         code = train(config, mesh, device, store=peers.training_store, allow_data_change=allow_data_change)
