@@ -1,0 +1,108 @@
+"""Buckets: what shares one, what a reduction adds up, and in which order reductions leave."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nanotron.mesh import Mesh
+from nanotron.params import Box
+from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
+
+SPECS = [
+    matrix("embed.weight", 11, 3),
+    norm("layers.0.attn_norm.weight", 3),
+    matrix("layers.0.mlp.down.weight", 3, 5),
+    norm("layers.1.attn_norm.weight", 3),
+    matrix("layers.1.mlp.down.weight", 3, 5),
+]
+
+
+def names(buckets) -> list[list[str]]:
+    return [[slot.spec.name for slot in bucket.slots] for bucket in buckets.all]
+
+
+def test_small_blocks_share_a_bucket_and_decay_keeps_norms_apart():
+    chunk = ToyChunk(SPECS, Mesh())
+    matrices = ["embed.weight", "layers.0.mlp.down.weight", "layers.1.mlp.down.weight"]
+    norms = ["layers.0.attn_norm.weight", "layers.1.attn_norm.weight"]
+    assert sorted(names(make_buckets(chunk, Mesh()))) == sorted([matrices, norms])
+
+
+def test_a_bucket_over_the_cap_ends_at_its_block():
+    chunk = ToyChunk(SPECS, Mesh())
+    found = names(make_buckets(chunk, Mesh(), cap_bytes=4 * 15))
+    assert ["embed.weight"] in found
+    assert ["layers.0.mlp.down.weight"] in found
+    assert ["layers.1.mlp.down.weight"] in found
+
+
+def test_parameters_keep_their_values_as_views_of_the_bucket():
+    chunk = ToyChunk(SPECS, Mesh())
+    buckets = make_buckets(chunk, Mesh())
+    for bucket in buckets.all:
+        for slot in bucket.slots:
+            assert torch.equal(slot.weight.data, whole(slot.spec, seed=1))
+        bucket.weights.zero_()
+    assert all(not weight.any() for weight in chunk.weights.values())
+
+
+def test_reductions_start_in_one_order_whatever_order_gradients_come_in(monkeypatch):
+    chunk = ToyChunk(SPECS, Mesh())
+    buckets = make_buckets(chunk, Mesh(), cap_bytes=1)
+    started = []
+    monkeypatch.setattr(buckets, "_start_reduction", lambda bucket: started.append(bucket.slots[0].spec.name))
+    buckets.start(microbatches=1)
+    for name in chunk.weights:  # first layer first, the opposite of a backward
+        chunk.contribute(name, torch.ones(SPECS[0].shape if name == "embed.weight" else chunk.specs[name].shape))
+    assert started == [bucket.slots[0].spec.name for bucket in buckets.all]
+
+
+def test_a_gradient_that_never_came_is_noticed():
+    chunk = ToyChunk(SPECS, Mesh())
+    buckets = make_buckets(chunk, Mesh())
+    buckets.start(microbatches=2)
+    for name, spec in chunk.specs.items():
+        chunk.contribute(name, torch.ones(spec.shape))
+    with pytest.raises(AssertionError, match="never came"):
+        buckets.finish()
+
+
+def reduce_on_rank(rank: int, world: int, zero_stage: int) -> list[tuple[str, Box, torch.Tensor]]:
+    mesh = Mesh({"dp": world}, rank)
+    mesh.create_groups()
+    chunk = ToyChunk(SPECS, mesh)
+    buckets = make_buckets(chunk, mesh, zero_stage=zero_stage)
+    buckets.start(microbatches=2)
+    for microbatch in range(2):
+        for name, spec in reversed(chunk.specs.items()):
+            chunk.contribute(name, whole(spec, seed=100 * rank + microbatch))
+    buckets.finish()
+    norm_squared = buckets.squared_norm()
+    dist.all_reduce(norm_squared)
+    boxes = [
+        (spec.name, box, view.clone())
+        for bucket in buckets.all
+        for spec, box, view in bucket.boxes(bucket.grads[bucket.shard], bucket.shard)
+    ]
+    return [*boxes, ("norm", Box((), ()), norm_squared)]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("world", [2, 3])
+def test_shards_of_the_summed_gradient_cover_every_parameter(pool, world, zero_stage):
+    expected = {
+        spec.name: sum(whole(spec, seed=100 * rank + micro) for rank in range(world) for micro in range(2))
+        for spec in SPECS
+    }
+    results = pool.run(world, reduce_on_rank, zero_stage)
+    covered = {name: torch.zeros_like(total) for name, total in expected.items()}
+    for pieces in results:
+        for name, box, grad in pieces[:-1]:
+            torch.testing.assert_close(grad, expected[name][box.slices()])
+            covered[name][box.slices()] += 1
+    copies = 1 if zero_stage else world
+    assert all((count == copies).all() for count in covered.values())
+    norm_squared = sum(total.double().square().sum() for total in expected.values())
+    assert float(results[0][-1][2]) == pytest.approx(float(norm_squared), rel=1e-6)

@@ -1,0 +1,107 @@
+"""AdamW and SGD on flat shards against torch's own optimizers, guarded updates, and kernels counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanotron.mesh import Mesh
+from nanotron.optim.optimizer import SGD, AdamW
+from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
+
+SPECS = [matrix("layers.0.mlp.down.weight", 7, 5), norm("norm.weight", 7), matrix("head.weight", 9, 7)]
+ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+def build(optimizer_class, dtype=torch.float32, specs=SPECS, **options):
+    chunk = ToyChunk(specs, Mesh(), dtype)
+    buckets = make_buckets(chunk, Mesh())
+    return chunk, buckets, optimizer_class(buckets, weight_decay=0.1, **options)
+
+
+def give(chunk, buckets, step: int) -> None:
+    buckets.start(microbatches=1)
+    for name, spec in chunk.specs.items():
+        chunk.contribute(name, whole(spec, seed=10 * step))
+    buckets.finish()
+
+
+def references(chunk) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(weight.detach().clone()) for weight in chunk.weights.values()]
+
+
+def groups(params, chunk):
+    decays = [spec.decay for spec in chunk.specs.values()]
+    return [
+        {"params": [param], "weight_decay": 0.1 if decay else 0.0} for param, decay in zip(params, decays, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_updates_equal_torchs_optimizer(kind, dtype):
+    chunk, buckets, optimizer = build(AdamW, dtype, **ADAM) if kind == "adamw" else build(SGD, dtype)
+    params = references(chunk)
+    if kind == "adamw":
+        reference = torch.optim.AdamW(groups(params, chunk), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    else:
+        reference = torch.optim.SGD(groups(params, chunk), lr=1e-2)
+    for step in range(1, 6):
+        give(chunk, buckets, step)
+        optimizer.step(1e-2, torch.tensor(2.0, dtype=torch.float64), torch.tensor(0.0))
+        for param, spec in zip(params, chunk.specs.values(), strict=True):
+            param.grad = whole(spec, seed=10 * step).to(dtype) / 2
+        reference.step()
+    for weight, param in zip(chunk.weights.values(), params, strict=True):
+        torch.testing.assert_close(weight.data, param.data, rtol=1e-6, atol=1e-7)
+
+
+def test_an_update_with_found_inf_changes_nothing():
+    chunk, buckets, optimizer = build(AdamW, torch.bfloat16, **ADAM)
+    give(chunk, buckets, step=1)
+    optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+    before = [entry.tensor.clone() for entry in optimizer.state()] + [w.data.clone() for w in chunk.weights.values()]
+    give(chunk, buckets, step=2)
+    buckets.all[0].grads[0] = float("nan")
+    optimizer.step(1e-2, torch.tensor(float("nan")), torch.tensor(1.0))
+    after = [entry.tensor for entry in optimizer.state()] + [w.data for w in chunk.weights.values()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert float(optimizer.updates) == 1
+
+
+def test_half_precision_keeps_a_master_copy_that_small_updates_do_not_vanish_from():
+    chunk, buckets, optimizer = build(SGD, torch.bfloat16, specs=[norm("norm.weight", 4)])
+    start = chunk.weights["norm.weight"].detach().float()
+    for _ in range(100):
+        buckets.start(microbatches=1)
+        chunk.contribute("norm.weight", torch.full((4,), 0.01))
+        buckets.finish()
+        optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+    (master,) = [entry.tensor for entry in optimizer.state() if entry.kind == "master"]
+    torch.testing.assert_close(master, start - 0.01, rtol=0, atol=5e-6)  # 100 roundings
+    torch.testing.assert_close(chunk.weights["norm.weight"].data, master.bfloat16())
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_of_one_step(num_layers: int) -> int:
+    specs = [matrix(f"layers.{i}.mlp.down.weight", 3, 5) for i in range(num_layers)]
+    chunk, buckets, optimizer = build(AdamW, specs=specs, **ADAM)
+    assert len(buckets.all) == 1
+    give(chunk, buckets, step=1)
+    with Kernels() as kernels:
+        optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+    return kernels.count
+
+
+def test_kernels_of_an_update_do_not_grow_with_the_number_of_parameters():
+    assert kernels_of_one_step(2) == kernels_of_one_step(20) <= 12
