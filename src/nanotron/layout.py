@@ -5,10 +5,12 @@ The trainer, ``check``, the planner and generation all ask here, so they cannot 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanotron.mesh import training_axes
 from nanotron.metrics.flops import head_flops, layer_flops
+from nanotron.models.existing_names import matching
 from nanotron.models.specs import EMBED, llama_specs
 from nanotron.params import ParamSpec
 from nanotron.pipeline.schedules import Schedule, get_schedule
@@ -54,11 +56,13 @@ def tied_stages(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_specs(config: Config) -> dict[str, ParamSpec]:
-    """Every parameter of the run's model."""
+    """Every parameter of the run's model, with weight decay off for those the config excludes by name."""
     init = config.model.init_method
-    return llama_specs(
+    specs = llama_specs(
         config.model.model_config,
-        std=getattr(init, "std", 0.02),  # weights that come from a checkpoint are drawn all the same, then replaced
+        std=getattr(init, "std", 0.02),  # of no effect when the weights come from a checkpoint
         scaling_method=getattr(init, "scaling_method", "num_layers"),
         sequence_parallel=config.parallelism.sequence_parallel,
     )
+    excluded = matching(specs, config.optimizer.weight_decay_exclude_named_params)
+    return {name: replace(spec, decay=spec.decay and name not in excluded) for name, spec in specs.items()}
