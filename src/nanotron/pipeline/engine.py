@@ -119,12 +119,12 @@ class _Run:
         self.losses: dict[str, Tensor] = {}
         self.live: dict[tuple[int, int], _Live] = {}
         self.handed: dict[Message, Tensor] = {}  # computed here: to be sent, or the input of this rank's next chunk
-        self.pending: deque[tuple[Action, list[Callable[[], None]]]] = deque()  # W not done yet, oldest first
+        self.pending: deque[tuple[Action, Callable[[], None]]] = deque()  # jobs of W not done yet, oldest first
 
     def execute(self, program: Program) -> dict[str, Tensor]:
         for step in program:
-            self.pipeline.current_action = self._describe(step)
             if isinstance(step, Exchange):
+                self.pipeline.current_action = str(step)
                 self.transport.post(step, self.handed.pop)
             elif step.kind == "F":
                 self._forward(step)
@@ -166,7 +166,7 @@ class _Run:
             torch.autograd.backward(roots, grads)
             weight_grads.defer = False
         if action.kind == "B":
-            self.pending.append((action._replace(kind="W"), weight_grads.take()))
+            self.pending.extend((action._replace(kind="W"), job) for job in weight_grads.take())
         message = output_of(self.schedule, self.rank, action)
         if message is not None:
             grad = None if live.x is None else live.x.grad
@@ -174,14 +174,14 @@ class _Run:
             self.handed[message] = grad
 
     def _weights(self, action: Action) -> None:
-        if self.pending and self.pending[0][0] == action:  # else it was done while waiting
-            self._oldest_weights()
+        while self.pending and self.pending[0][0] == action:  # some of it may have been done while waiting
+            self._next_job()
 
-    def _oldest_weights(self) -> None:
-        action, jobs = self.pending.popleft()
+    def _next_job(self) -> None:
+        """One weight's gradient of the oldest W."""
+        action, job = self.pending.popleft()
         with self._timed(action):
-            for job in jobs:
-                job()
+            job()
 
     def _input(self, action: Action) -> Tensor | None:
         """What an action needs from a neighbouring stage, waiting for it if need be."""
@@ -190,9 +190,12 @@ class _Run:
             return None
         if message in self.handed:
             return self.handed.pop(message)
+        waiting = f"waiting for {message} before {self._describe(action)}"
+        self.pipeline.current_action = waiting
         parcel = self.transport.receive(message)
         while self.transport.can_ask and not parcel.is_done() and self._may_take_weights():
-            self._oldest_weights()
+            self._next_job()
+            self.pipeline.current_action = waiting
         return parcel.take()
 
     def _may_take_weights(self) -> bool:
@@ -203,14 +206,14 @@ class _Run:
         """
         return bool(self.pending) and self.pending[0][0].microbatch < len(self.batches) - 1
 
-    def _describe(self, step: Action | Exchange) -> str:
-        if isinstance(step, Exchange):
-            return str(step)
-        return f"{step.kind} of microbatch {step.microbatch} in stage {self.schedule.placement(self.rank, step.chunk)}"
+    def _describe(self, action: Action) -> str:
+        stage = self.schedule.placement(self.rank, action.chunk)
+        return f"{action.kind} of microbatch {action.microbatch} in stage {stage}"
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Note when an action starts and ends, if somebody wants to know."""
+        """Say which action runs now, and note when it starts and ends if somebody wants to know."""
+        self.pipeline.current_action = self._describe(action)
         spans = self.pipeline.spans
         if spans is None:
             yield
@@ -218,6 +221,8 @@ class _Run:
         start = self._now()
         yield
         stage = self.schedule.placement(self.rank, action.chunk)
+        if spans and spans[-1][1:5] == (*action, stage):  # one more job of the same W
+            start = spans.pop().start
         spans.append(Span(self.rank, *action, stage, start, self._now()))
 
     def _now(self) -> float:

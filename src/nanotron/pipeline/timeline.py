@@ -5,8 +5,6 @@ A `Timeline` is a list of spans, predicted here or measured by the engine (trace
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -108,8 +106,8 @@ def execute(
     """Run every rank's actions in order, each as soon as its input has arrived, and note when.
 
     A transfer between ranks takes `transfer`, occupies neither rank, and leaves as soon as its sender has computed it.
-    With `eager_weights` a rank that waits takes its oldest pending W meanwhile (but none of the last microbatch), as
-    the engine does over gloo.
+    With `eager_weights` a rank that waits spends the time on its oldest pending W (but none of the last microbatch),
+    as the engine does over gloo.
     Raises ConfigError, naming rank, stage and action, when a rank waits for something that is never computed.
     """
     clockwork = _Clockwork(schedule, microbatches, cost, transfer, eager_weights)
@@ -119,76 +117,78 @@ def execute(
 
 @dataclass
 class _Row:
-    """One rank while it executes: its list, its place in it, its clock, and the W that it may do while it waits."""
+    """One rank while it executes: its list, its place in it, its clock, and what is left of the W it has not done."""
 
     rank: int
     actions: Sequence[Action]
     position: int = 0
     clock: float = 0.0
-    pending: deque[Action] = field(default_factory=deque)  # W whose B is done, oldest first
+    pending: dict[Action, float] = field(default_factory=dict)  # W whose B is done, oldest first -> time left
 
 
 class _Clockwork:
-    """Lets the rank whose clock is furthest behind do one thing at a time: so nothing is decided from the future."""
+    """Lets any rank whose next input has been computed go on, until none can."""
 
     def __init__(
         self, schedule: Schedule, microbatches: int, cost: StageCost, transfer: float, eager_weights: bool
     ) -> None:
         self.schedule, self.microbatches, self.cost = schedule, microbatches, cost
         self.transfer, self.eager_weights = transfer, eager_weights
-        self.rows = [_Row(rank, split_fused(schedule.actions(rank, microbatches))) for rank in range(schedule.ranks)]
-        self.queue = [(0.0, row.rank) for row in self.rows]  # ranks that can go on, by clock
+        self.runnable = [
+            _Row(rank, split_fused(schedule.actions(rank, microbatches))) for rank in range(schedule.ranks)
+        ]
+        self.waiting: dict[Message, _Row] = {}  # ranks whose next input nobody has computed yet
         self.arrivals: dict[Message, float] = {}
-        self.waiting: dict[Message, _Row] = {}  # ranks that cannot: nobody has computed their input yet
         self.spans: list[Span] = []
 
     def run(self) -> None:
-        while self.queue:
-            row = self.rows[heapq.heappop(self.queue)[1]]
-            if row.position < len(row.actions):
-                self._advance(row)
+        while self.runnable:
+            row = self.runnable.pop()
+            while row.position < len(row.actions):
+                action = row.actions[row.position]
+                need = input_of(self.schedule, row.rank, action)
+                if need is not None and need not in self.arrivals:
+                    self.waiting[need] = row
+                    break
+                row.position += 1
+                self._do(row, action, row.clock if need is None else self.arrivals[need])
         for message, row in self.waiting.items():
-            action = row.actions[row.position]
             raise ConfigError(
-                f"schedule {self.schedule.name}: rank {row.rank} waits for ever before {action} of stage "
-                f"{message.stage}: its {'activation' if message.kind == 'F' else 'gradient'} is never computed; "
+                f"schedule {self.schedule.name}: rank {row.rank} waits for ever before {row.actions[row.position]} of "
+                f"stage {message.stage}: its {'activation' if message.kind == 'F' else 'gradient'} is never computed; "
                 f"reorder the actions so that every input can be computed before it is needed"
             )
 
-    def _advance(self, row: _Row) -> None:
-        """Start the rank's next action if its input is there; else do a W, or wait."""
-        action = row.actions[row.position]
-        need = input_of(self.schedule, row.rank, action)
-        arrival = row.clock if need is None else self.arrivals.get(need)
-        if arrival is not None and arrival <= row.clock:
-            row.position += 1
-            if action.kind != "W":
-                self._do(row, action)
-            elif action in row.pending:  # else it was done while waiting
-                row.pending.remove(action)
-                self._do(row, action)
-        elif self.eager_weights and row.pending and row.pending[0].microbatch < self.microbatches - 1:
-            self._do(row, row.pending.popleft())
-        elif arrival is not None:
-            row.clock = arrival
-        else:
-            assert need is not None
-            self.waiting[need] = row
-            return
-        heapq.heappush(self.queue, (row.clock, row.rank))
-
-    def _do(self, row: _Row, action: Action) -> None:
+    def _do(self, row: _Row, action: Action, arrival: float) -> None:
+        """Wait for the input, run the action, and pass its result on."""
+        while self.eager_weights and row.clock < arrival and row.pending:
+            oldest = next(iter(row.pending))
+            if oldest.microbatch == self.microbatches - 1:
+                break
+            self._work(row, oldest, min(row.pending[oldest], arrival - row.clock))
+        row.clock = max(row.clock, arrival)
         stage = self.schedule.placement(row.rank, action.chunk)
-        start, row.clock = row.clock, row.clock + self.cost(action.kind, stage)
-        self.spans.append(Span(row.rank, *action, stage, start, row.clock))
+        if action.kind == "W":
+            self._work(row, action, row.pending.get(action, 0.0))
+            return
+        self._work(row, action, self.cost(action.kind, stage))
         if action.kind == "B":
-            row.pending.append(Action("W", *action[1:]))
+            row.pending[action._replace(kind="W")] = self.cost("W", stage)
         message = output_of(self.schedule, row.rank, action)
         if message is None:
             return
         remote = self.schedule.holders[message.stage][0] != row.rank
         self.arrivals[message] = row.clock + (self.transfer if remote else 0.0)
         if message in self.waiting:
-            woken = self.waiting.pop(message)
-            woken.clock = max(woken.clock, self.arrivals[message])
-            heapq.heappush(self.queue, (woken.clock, woken.rank))
+            self.runnable.append(self.waiting.pop(message))
+
+    def _work(self, row: _Row, action: Action, time: float) -> None:
+        """Spend time on an action; W may be done in parts."""
+        if time > 0:
+            stage = self.schedule.placement(row.rank, action.chunk)
+            self.spans.append(Span(row.rank, *action, stage, row.clock, row.clock + time))
+            row.clock += time
+        if action.kind == "W" and action in row.pending:
+            row.pending[action] -= time
+            if row.pending[action] <= 0:
+                del row.pending[action]

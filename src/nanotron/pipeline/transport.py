@@ -29,14 +29,16 @@ class Parcel:
 
     def __init__(self, tensor: Tensor, work: Work, *, sent: bool) -> None:
         self._tensor: Tensor | None = tensor
-        self._work = work
+        self._work: Work | None = work
         self._sent = sent
         self._done: Event | None = None  # set by the thread that watches it, if one does
         self._error: Exception | None = None
 
     def is_done(self) -> bool:
         """Whether the transfer is over."""
-        return self._work.is_completed() if self._done is None else self._done.is_set()
+        if self._done is not None:
+            return self._done.is_set()
+        return self._work is None or self._work.is_completed()
 
     def take(self) -> Tensor:
         """The received tensor, after waiting for it; on a GPU the stream waits, not the host."""
@@ -46,10 +48,10 @@ class Parcel:
 
     def finish(self) -> None:
         """Wait until the transfer is over; raises what went wrong with it."""
-        if self._done is None:
-            self._work.wait()
-        else:
+        if self._done is not None:
             self._done.wait()
+        elif self._work is not None:
+            self._work.wait()
         if self._error is not None:
             raise self._error
 
@@ -61,10 +63,12 @@ class Parcel:
     def watch(self) -> None:
         """Wait in such a thread."""
         assert self._done is not None
+        assert self._work is not None
         try:
             self._work.wait()
         except Exception as error:
             self._error = error
+        self._work = None  # it holds the tensor too
         if self._sent:
             self._tensor = None
         self._done.set()
@@ -152,3 +156,4 @@ class Transport:
 def _serve(queue: SimpleQueue[Parcel | None]) -> None:
     while (parcel := queue.get()) is not None:
         parcel.watch()
+        del parcel  # or its tensor would live until the next one comes
