@@ -52,6 +52,143 @@ def check(
         print(marked(checked), "", *summary(checked.config), sep="\n")
 
 
+@app.command()
+def init(
+    preset: Annotated[str, typer.Option(help="Size of the model: tiny, 160m, 1b, 8b or 70b.")] = "tiny",
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Devices to train on (processes, on a CPU).")] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write; it must not exist.", show_default="print it")
+    ] = None,
+) -> None:
+    """Write a commented starter config for a size of model and a number of devices."""
+    from nanotron.config.presets import starter
+
+    text = starter(preset, gpus)
+    if output is None:
+        print(text, end="")
+    elif output.exists():
+        raise ConfigError(f"--output {output}: exists already; name another file, or delete it")
+    else:
+        output.write_text(text, encoding="utf-8")
+        print(f"{output}: next, `nanotron check {output}` and `nanotron train {output}`")
+
+
+@app.command()
+def schema(
+    format: Annotated[
+        str,
+        typer.Option(help="json: JSON Schema, for editors. markdown: docs/config.md. table: docs/compatibility.md's."),
+    ] = "json",
+) -> None:
+    """Print the definition of a config file: every key with its type, default and meaning."""
+    import json
+
+    from nanotron.config.reference import reference, status_table
+    from nanotron.config.schema import json_schema
+    from nanotron.pipeline.schedules import SCHEDULE_NAMES
+
+    texts = {
+        "json": lambda: json.dumps(json_schema(SCHEDULE_NAMES), indent=1, ensure_ascii=False) + "\n",
+        "markdown": reference,
+        "table": status_table,
+    }
+    if format not in texts:
+        raise ConfigError(f"--format {format}: not one of {', '.join(texts)}")
+    print(texts[format](), end="")
+
+
+@app.command()
+def tokenize(
+    inputs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Text, .jsonl (also .gz, .zst) or .parquet files, globs, folders of them, or a Hugging Face data set.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[str | None, typer.Option("--output", "-o", help="Folder to write.", show_default=False)] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A tokenizer.json, a folder with one, or a Hugging Face name.", show_default=False),
+    ] = None,
+    train_bpe: Annotated[
+        int | None, typer.Option(min=1, help="Train a byte-level BPE of this many tokens on the input instead.")
+    ] = None,
+    eos: Annotated[
+        str | None, typer.Option(help="Token appended to every document.", show_default="the tokenizer's own")
+    ] = None,
+    no_eos: Annotated[bool, typer.Option("--no-eos", help="Append nothing.")] = False,
+    column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Split of a Hugging Face data set.")] = "train",
+    config_name: Annotated[
+        str | None, typer.Option(help="Configuration of a Hugging Face data set.", show_default=False)
+    ] = None,
+    streaming: Annotated[bool, typer.Option("--streaming", help="Stream a Hugging Face data set.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that tokenize.", show_default="one per core")
+    ] = None,
+    stdlib: Annotated[
+        bool, typer.Option("--stdlib", help="Prepare the embedded default corpus, and nothing else.")
+    ] = False,
+) -> None:
+    """Turn text into Nanosets. After a kill, the same command goes on from the shards that were finished."""
+    from nanotron.data.command import prepare_default_corpus, run_tokenize
+    from nanotron.data.documents import HubDataset
+
+    if stdlib:
+        prepare_default_corpus(output)
+        return
+    hub = HubDataset(config_name, split, streaming)
+    run_tokenize(
+        inputs or [], output, tokenizer=tokenizer, train_bpe=train_bpe, eos=eos, append_eos=not no_eos,
+        column=column, hub=hub, workers=workers,
+    )  # fmt: skip
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[str, typer.Argument(help="A step's folder, or the folder of the steps.", show_default=False)],
+    prompt: Annotated[list[str], typer.Option("--prompt", help="Text to go on from. Repeatable.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest continuation.", min=0)] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Choose among this many most likely tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest tokens of this total mass.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the choices.")] = 42,
+) -> None:
+    """Write the text that a checkpoint's model goes on with."""
+    from nanotron.generate import Sampling
+    from nanotron.generate import generate as run
+
+    raise typer.Exit(run(checkpoint, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed)))
+
+
+@app.command()
+def train(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006
+    nproc: NumProcesses = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Log lines instead of the live display.")] = False,
+    allow_data_change: Annotated[
+        bool, typer.Option("--allow-data-change", help="Resume although the data differs from the checkpoint's.")
+    ] = False,
+) -> None:
+    """Train on this machine, one process per rank, and show the run while it goes."""
+    from nanotron.launch.parent import train as run
+
+    raise typer.Exit(run(str(config_file), override, nproc=nproc, plain=plain, allow_data_change=allow_data_change))
+
+
+@app.command()
+def watch(
+    run: Annotated[str, typer.Argument(help="Directory of the run (general.run_dir).", show_default=False)],
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live display.")] = False,
+) -> None:
+    """Show a run that another process trains."""
+    from nanotron.launch.parent import watch as show
+
+    raise typer.Exit(show(run, plain=plain))
+
+
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 our bug, 2 the user's mistake (one line each, no traceback)."""
     try:

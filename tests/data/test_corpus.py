@@ -65,7 +65,7 @@ def test_of_many_processes_one_prepares_and_all_find_it(small_corpus):
 
 
 def test_an_interrupted_preparation_is_not_taken_for_the_corpus(small_corpus, monkeypatch):
-    def stop(tokenizer, folder):
+    def stop(*args, **options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as context:

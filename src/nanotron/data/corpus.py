@@ -48,7 +48,7 @@ def _prepare(folder: str) -> None:
     partial = f"{folder}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     tokenizer = train_bpe(texts, VOCAB_SIZE)
-    save_tokenizer(tokenizer, partial)
+    save_tokenizer(tokenizer, partial, eos=END_OF_TEXT)
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
     path = os.path.join(partial, "00000_unshuffled.ds")

@@ -18,13 +18,11 @@ def token_bytes_for(vocab_size: int) -> int:
 
 
 def metadata_text(tokenizer: str, token_bytes: int, num_tokens: int) -> str:
-    """The three lines of a `.ds.metadata` file."""
-    scaled, suffix = float(num_tokens), ""
-    for larger in ("k", "M", "G", "T"):
-        if scaled < 1000:
-            break
-        scaled, suffix = scaled / 1000, larger
-    return f"{tokenizer}|{token_bytes}\n{num_tokens}\n{scaled:.3g} {suffix}T"
+    """The three lines of a `.ds.metadata` file; the last is for people, three digits and a suffix: "1.23 MT"."""
+    digits, _, power = f"{num_tokens:.2e}".partition("e")
+    thousands, rest = divmod(int(power), 3)
+    human, suffix = f"{float(digits) * 10**rest:.{2 - rest}f}", ["", "k", "M", "G", "T", "P"][thousands]
+    return f"{tokenizer}|{token_bytes}\n{num_tokens}\n{human} {suffix}T"
 
 
 class NanosetWriter:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanotron.data.nanoset_writer import write_atomically
 from nanotron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ def train_bpe(texts: Iterable[str], num_tokens: int) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: str) -> None:
-    """Write tokenizer.json and the tokenizer_config.json that lets transformers open the folder."""
+def save_tokenizer(tokenizer: Tokenizer, folder: str, *, eos: str | None) -> None:
+    """Write the tokenizer_config.json that lets transformers open the folder, then tokenizer.json."""
     os.makedirs(folder, exist_ok=True)
-    tokenizer.save(os.path.join(folder, "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT}
-    Path(folder, "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos}
+    write_atomically(os.path.join(folder, "tokenizer_config.json"), (json.dumps(config, indent=2) + "\n").encode())
+    write_atomically(os.path.join(folder, "tokenizer.json"), tokenizer.to_str(pretty=True).encode())

@@ -1,0 +1,46 @@
+"""What `nanotron tokenize` and `tools/preprocess_data.py` do with their arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from nanotron.data.corpus import CORPUS_FOLDER, is_prepared, prepare_corpus
+from nanotron.data.documents import HubDataset
+from nanotron.errors import ConfigError
+from nanotron.logging import human_format
+
+
+def prepare_default_corpus(folder: str | None) -> None:
+    """Prepare the embedded corpus unless it is there, and say which."""
+    folder = folder or CORPUS_FOLDER
+    known = is_prepared(folder)
+    prepare_corpus(folder)
+    print(f"{folder}: the embedded corpus {'is already tokenized' if known else 'has been tokenized'}")
+
+
+def run_tokenize(
+    inputs: Sequence[str],
+    output: str | None,
+    *,
+    tokenizer: str | None = None,
+    train_bpe: int | None = None,
+    eos: str | None = None,
+    append_eos: bool = True,
+    column: str = "text",
+    hub: HubDataset | None = None,
+    workers: int | None = None,
+) -> None:
+    """Tokenize and print one line of totals."""
+    from nanotron.data.tokenize import Job, tokenize
+
+    if not inputs or output is None:
+        raise ConfigError("name at least one input and --output FOLDER, or use --stdlib for the embedded corpus")
+    workers = workers or os.cpu_count() or 1
+    job = Job(inputs, output, tokenizer, train_bpe, eos, append_eos, column, hub or HubDataset(), workers)
+    summary = tokenize(job)
+    resumed = f", {summary.resumed_shards} of them from before" if summary.resumed_shards else ""
+    print(
+        f"{output}: {human_format(summary.documents)} documents, {human_format(summary.tokens)} tokens "
+        f"in {summary.shards} shards{resumed}"
+    )
