@@ -89,7 +89,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
             f"model_config.attention_bias={str(config.qkv_bias).lower()} cannot be exported: Hugging Face's {family} "
             f"always has attention_bias={str(BIASES[family][0]).lower()}"
         )
-    theirs = {"architectures": [ARCHITECTURES[family]], "model_type": family, "torch_dtype": dtype}
+    theirs: dict[str, Any] = {"architectures": [ARCHITECTURES[family]], "model_type": family, "torch_dtype": dtype}
     theirs |= {key: getattr(config, key) for key in SAME}
     theirs |= {"eos_token_id": config.eos_token_id, "rope_theta": config.rope_theta, "use_cache": True}
     theirs["rope_scaling"] = _rope_scaling(config.rope_scaling)

@@ -1,7 +1,7 @@
 """How our parameters are made of tensors that another program stores: which, and which rows of them. No torch.
 
-    layers.0.attn.kv.weight [2, kv·e, d]    Hugging Face:      [0] = k_proj.weight        [1] = v_proj.weight
-                                            existing Nanotron: [0] = qkv_proj.weight[h·e : h·e + kv·e]  [1] = …
+layers.0.attn.kv.weight [2, kv·e, d]    Hugging Face:      [0] = k_proj.weight        [1] = v_proj.weight
+                                        existing Nanotron: [0] = qkv_proj.weight[h·e : h·e + kv·e]  [1] = …
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def existing_nanotron_parts(config: ModelConfig, specs: Mapping[str, ParamSpec])
             return [Part(f"{prefix}.{whole[module]}.{kind}", _whole(spec))]
         name, row = stacked[module]
         return [
-            Part(f"{prefix}.{name}.{kind}", _slice(spec, i), row=row + i * spec.shape[1], stacked=True) for i in range(2)
+            Part(f"{prefix}.{name}.{kind}", _slice(spec, i), row=row + i * spec.shape[1], stacked=True)
+            for i in range(2)
         ]
 
     return {name: parts(spec) for name, spec in specs.items()}

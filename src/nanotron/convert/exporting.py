@@ -1,0 +1,117 @@
+"""``nanotron export-hf``: a checkpoint of ours becomes a Hugging Face model folder.
+
+The original layout does not matter, and neither transformers nor a GPU is needed: each tensor is read, put in Hugging
+Face's order and written before the next.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.read import DTYPES, CheckpointTensors, source_kind
+from nanotron.checkpoint.storage import Folder, open_folder, read_text
+from nanotron.checkpoint.verify import damaged_files
+from nanotron.convert.importing import DTYPE_NAMES, read_model_config
+from nanotron.convert.safetensors import Planned, split_by_size, write_file
+from nanotron.convert.sources import OURS, half_split, kind_of
+from nanotron.convert.tokenizer import copy_tokenizer
+from nanotron.errors import ConfigError
+from nanotron.models.hf import hf_config
+from nanotron.models.parts import Part, hugging_face_parts
+from nanotron.models.specs import llama_specs
+
+EXPORT_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_shard_bytes: int = 5 << 30) -> list[str]:
+    """Write a checkpoint (a step, or the newest of a folder of steps) as a Hugging Face model; returns notices.
+
+    ``dtype``: one of EXPORT_DTYPES; None keeps the weights' own. A wider one than theirs is taken from the masters.
+    Raises ConfigError for a damaged checkpoint, and for what the Hugging Face family cannot express.
+    """
+    found = kind_of(checkpoint)
+    if found.kind != OURS:
+        raise ConfigError(f"{checkpoint} is a folder of {found.kind}; only a checkpoint of ours can be exported")
+    tensors = _verified(found.path)
+    config = read_model_config(found.path)
+    specs = llama_specs(config)
+    for name, spec in specs.items():
+        if tensors.shape("weight", name) != spec.shape:
+            raise ConfigError(f"{found.path}: its weight {name} is not what its model_config.json describes")
+    chosen = _dtype(dtype) if dtype else tensors.dtype("weight", next(iter(specs)))
+    theirs = hf_config(config, str(chosen).removeprefix("torch."))
+    out = open_folder(target)
+    out.make()
+    parts = hugging_face_parts(config, specs)
+    planned = [
+        _plan(tensors, name, specs[name].shape, part, chosen, config.head_dim) for name in specs for part in parts[name]
+    ]
+    _write_weights(out, planned, max_shard_bytes)
+    out.write("config.json", [(json.dumps(theirs, indent=2) + "\n").encode()])
+    if _write_tokenizer(open_folder(found.path), out):
+        return []
+    return [f"no tokenizer was found in {found.path}, its parent, or its config.yaml: {target} has none"]
+
+
+def _verified(path: str) -> CheckpointTensors:
+    tensors = CheckpointTensors(open_folder(path))
+    if damage := damaged_files(open_folder(path), tensors.index):
+        raise ConfigError(damage)
+    return tensors
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in EXPORT_DTYPES:
+        raise ConfigError(f"--dtype {name} is not one of {', '.join(EXPORT_DTYPES)}")
+    return DTYPES[EXPORT_DTYPES[name]]
+
+
+def _plan(
+    tensors: CheckpointTensors, name: str, shape: tuple[int, ...], part: Part, dtype: torch.dtype, head_dim: int
+) -> Planned:
+    """One Hugging Face tensor: a box of ours, without the stacking dim, its channels in half-split order."""
+    foreign_shape = part.foreign(part.box).shape
+
+    def make() -> torch.Tensor:
+        target = torch.empty(part.box.shape, dtype=dtype)
+        kind = source_kind(tensors, Piece("weight", name, shape, part.box, target))
+        tensors.read_into(target, kind, name, part.box)
+        target = target.view(foreign_shape)
+        return half_split(target, head_dim) if part.rotary else target
+
+    return Planned(part.tensor, DTYPE_NAMES[dtype], foreign_shape, make)
+
+
+def _write_weights(out: Folder, planned: list[Planned], max_shard_bytes: int) -> None:
+    """model.safetensors, or numbered files and the index that Hugging Face expects with them."""
+    groups = split_by_size(planned, max_shard_bytes)
+    metadata = {"format": "pt"}
+    if len(groups) == 1:
+        write_file(out, "model.safetensors", groups[0], metadata)
+        return
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, start=1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        write_file(out, file, group, metadata)
+        weight_map |= {tensor.key: file for tensor in group}
+    index = {"metadata": {"total_size": sum(tensor.size for tensor in planned)}, "weight_map": weight_map}
+    out.write("model.safetensors.index.json", [(json.dumps(index, indent=2) + "\n").encode()])
+
+
+def _write_tokenizer(checkpoint: Folder, out: Folder) -> list[str]:
+    """Copy the tokenizer from the checkpoint, the run that holds it, or the place its config names."""
+    places = [checkpoint, open_folder(checkpoint.path.rpartition("/")[0] or ".")]
+    if "config.yaml" in checkpoint.names():
+        section: dict[str, Any] = (yaml.safe_load(read_text(checkpoint, "config.yaml")) or {}).get("tokenizer") or {}
+        named = Path(section.get("tokenizer_name_or_path") or "")
+        places.append(open_folder(named.parent if named.is_file() else named))
+    for place in places:
+        if copied := copy_tokenizer(place, out):
+            return copied
+    return []

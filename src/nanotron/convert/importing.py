@@ -1,0 +1,126 @@
+"""``nanotron import-hf``: a model of Hugging Face's or of the existing Nanotron's becomes a checkpoint of ours."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from nanotron.checkpoint.commit import write_index
+from nanotron.checkpoint.format import STATE, box_key, shard_name
+from nanotron.checkpoint.read import DTYPES, Tensors
+from nanotron.checkpoint.retention import delete_step
+from nanotron.checkpoint.storage import open_folder, read_text
+from nanotron.config.model import AnyModelConfig
+from nanotron.convert.safetensors import Planned, split_by_size, write_file
+from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open_weights
+from nanotron.convert.tokenizer import copy_tokenizer
+from nanotron.errors import ConfigError
+from nanotron.models.hf import model_config_from_hf
+from nanotron.models.specs import llama_specs
+from nanotron.params import Box, ParamSpec
+
+if TYPE_CHECKING:
+    from nanotron.config.model import ModelConfig
+
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def import_weights(source: str, target: str, *, step: int = 0, max_shard_bytes: int = 5 << 30) -> str:
+    """Write the weights of ``source`` as step ``step`` of the checkpoints folder ``target``; returns the checkpoint.
+
+    Tensors keep their dtype, rounding nothing. Training continues from it with model.init_method.path.
+    """
+    found = kind_of(source)
+    if found.kind == OURS:
+        raise ConfigError(f"{source} is a checkpoint of ours already; nothing needs importing")
+    config = read_model_config(found.path)
+    tensors = open_weights(found.path, config)
+    folder = open_folder(target).join(str(step))
+    folder.make()
+    delete_step(folder)
+    planned = [_plan(spec, tensors) for spec in llama_specs(config).values()]
+    groups = split_by_size(planned, max_shard_bytes)
+    reports = []
+    for rank, group in enumerate(groups):
+        file = shard_name(rank, len(groups))
+        written = write_file(folder, file, group)
+        boxes = [_entry(tensor, written.digests[tensor.key]) for tensor in group]
+        reports.append({"file": file, "size": written.size, "boxes": boxes, "problems": []})
+    copy_tokenizer(open_folder(found.path), folder)
+    documents = {
+        "model_config.json": json.dumps(plain_model_config(config), indent=1) + "\n",
+        STATE: json.dumps({"step": step, "imported_from": {"format": found.kind, "path": found.path}}, indent=1) + "\n",
+    }
+    write_index(step, folder, documents, reports)
+    return folder.path
+
+
+def _plan(spec: ParamSpec, tensors: Tensors) -> Planned:
+    whole = Box((0,) * len(spec.shape), spec.shape)
+    dtype = tensors.dtype("weight", spec.name)
+
+    def make() -> torch.Tensor:
+        target = torch.empty(spec.shape, dtype=dtype)
+        tensors.read_into(target, "weight", spec.name, whole)
+        return target
+
+    return Planned(box_key("weight", spec.name, whole), DTYPE_NAMES[dtype], spec.shape, make)
+
+
+def _entry(planned: Planned, digest: str) -> dict[str, Any]:
+    origin = (0,) * len(planned.shape)
+    return {
+        "tensor": planned.key.partition("@")[0],
+        "shape": planned.shape,
+        "dtype": planned.dtype,
+        "box": (origin, planned.shape),
+        "key": planned.key,
+        "xxh3": digest,
+    }
+
+
+def read_model_config(path: str) -> ModelConfig:
+    """The model section of a folder of weights, whoever wrote it; raises ConfigError naming what does not fit."""
+    kind, path = kind_of(path)
+    folder = open_folder(path)
+    file = "config.json" if kind == HUGGING_FACE else "model_config.json"
+    try:
+        values = json.loads(read_text(folder, file))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}/{file} is missing") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}/{file} is not JSON ({error})") from error
+    if kind == HUGGING_FACE:
+        values = model_config_from_hf(values)
+    elif kind == EXISTING:
+        values = _known_keys(values)
+    return parse_model_config(values, f"{path}/{file}")
+
+
+def parse_model_config(values: dict[str, Any], where: str) -> ModelConfig:
+    """The family's config for plain values."""
+    try:
+        return TypeAdapter(AnyModelConfig).validate_python(values)
+    except ValidationError as error:
+        lines = (
+            f"{where}: {'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()
+        )
+        raise ConfigError(list(lines)) from error
+
+
+def plain_model_config(config: ModelConfig) -> dict[str, Any]:
+    """What a model config says beyond its defaults, as JSON."""
+    plain = TypeAdapter(type(config)).dump_python(config, mode="json")
+    defaults = {field.name: field.default for field in fields(config)}
+    markers = {name for name in plain if name.startswith("is_") and plain[name]}
+    return {name: value for name, value in plain.items() if name in markers or value != defaults[name]}
+
+
+def _known_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """An existing Nanotron's model_config.json without what was switched off or only chose kernels there."""
+    kernels = {"_attn_implementation", "_fused_rotary_emb", "_fused_rms_norm", "_use_qkv_packed", "log_attn_probs"}
+    return {name: value for name, value in values.items() if value is not None and name not in kernels}

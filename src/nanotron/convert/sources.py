@@ -1,0 +1,245 @@
+"""Reading weights that another program stored as if they were ours: by global name and box.
+
+What is inside a folder decides how it is read:
+
+    index.json, or steps                a checkpoint of ours
+    checkpoint_metadata.json            a checkpoint of the existing Nanotron: one file per tensor and shard
+    config.json + *.safetensors         a Hugging Face model
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from nanotron.checkpoint.format import INDEX, Damaged, Entry, Piece
+from nanotron.checkpoint.read import DTYPES, CheckpointTensors, Tensors, fill, read_box, shorten
+from nanotron.checkpoint.resume import newest_complete
+from nanotron.checkpoint.storage import Folder, open_folder, read_header, read_text
+from nanotron.errors import ConfigError
+from nanotron.models.parts import Part, existing_nanotron_parts, hugging_face_parts
+from nanotron.models.specs import llama_specs
+from nanotron.params import Box, intersect
+
+if TYPE_CHECKING:
+    from nanotron.config.model import ModelConfig
+
+OURS, EXISTING, HUGGING_FACE = "checkpoint", "existing Nanotron", "Hugging Face"
+
+
+def load_weights(path: str, pieces: Iterable[Piece], config: ModelConfig) -> None:
+    """Fill weight and master pieces from any folder of weights; raises ConfigError for a model that does not fit."""
+    try:
+        fill(open_weights(path, config), pieces)
+    except Damaged as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def open_weights(path: str, config: ModelConfig) -> Tensors:
+    """The weights of a folder, by our names, for a model of this shape."""
+    found = kind_of(path)
+    if found.kind == OURS:
+        return CheckpointTensors(open_folder(found.path))
+    folder, specs = open_folder(found.path), llama_specs(config)
+    if found.kind == HUGGING_FACE:
+        return ForeignTensors(folder, hugging_face_files(folder), hugging_face_parts(config, specs), config)
+    return ForeignTensors(folder, existing_nanotron_files(folder), existing_nanotron_parts(config, specs), config)
+
+
+class Found(NamedTuple):
+    """What a folder is, and the folder of the very step where it holds several."""
+
+    kind: str
+    path: str
+
+
+def kind_of(path: str) -> Found:
+    """Tell what a folder of weights is; raises ConfigError when it is none that can be read."""
+    names = open_folder(path).names()
+    if INDEX in names:
+        return Found(OURS, path)
+    if "checkpoint_metadata.json" in names and "model" in names:
+        return Found(EXISTING, path)
+    if "config.json" in names:
+        return Found(HUGGING_FACE, path)
+    newest = newest_complete(path)
+    if newest:
+        return Found(OURS, newest)
+    steps = [int(name) for name in names if name.isdigit()]
+    if steps and "checkpoint_metadata.json" in open_folder(f"{path}/{max(steps)}").names():
+        return Found(EXISTING, f"{path}/{max(steps)}")
+    raise ConfigError(
+        f"{path} holds no weights that can be read: looked for a checkpoint (index.json, or steps with one), a "
+        "checkpoint of the existing Nanotron (checkpoint_metadata.json, model/) and a Hugging Face model (config.json)"
+    )
+
+
+@dataclass(frozen=True)
+class ForeignBox:
+    """A box of a foreign tensor, and where it begins in the file that stores it."""
+
+    box: Box
+    file: str
+    entry: Entry
+    local: tuple[int, ...]
+
+
+Files = dict[str, list[ForeignBox]]
+
+
+class ForeignTensors:
+    """Another program's tensors under our names.
+
+    ``files`` says where the boxes of each foreign tensor are stored, ``parts`` what each of our parameters is made of.
+    Raises ConfigError when the tensors are not those of a model of this config.
+    """
+
+    def __init__(self, folder: Folder, files: Files, parts: Mapping[str, list[Part]], config: ModelConfig) -> None:
+        self._folder, self._files, self._parts = folder, files, parts
+        self._shapes = {name: spec.shape for name, spec in llama_specs(config).items()}
+        self._head_dim = config.head_dim
+        self._check()
+
+    def shape(self, kind: str, name: str) -> tuple[int, ...] | None:
+        return self._shapes.get(name) if kind == "weight" else None
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        return DTYPES[self._files[self._parts[name][0].tensor][0].entry.dtype]
+
+    def read_into(self, target: torch.Tensor, kind: str, name: str, box: Box) -> None:
+        """Copy ``box`` of one of our parameters into ``target``, cast to its dtype."""
+        for part in self._parts[name]:
+            shared = intersect(box, part.box)
+            if shared is not None:
+                view = target[shared.slices(box)]
+                view.copy_(self._read_part(part, shared).view(view.shape))
+
+    def _read_part(self, part: Part, shared: Box) -> torch.Tensor:
+        box = part.foreign(shared)
+        if not part.rotary:
+            return self._read(part.tensor, box)
+        first = box.offset[0] // self._head_dim * self._head_dim  # whole heads, to be put in our order
+        end = -(-(box.offset[0] + box.shape[0]) // self._head_dim) * self._head_dim
+        heads = self._read(part.tensor, Box((first, *box.offset[1:]), (end - first, *box.shape[1:])))
+        return interleaved(heads, self._head_dim)[box.offset[0] - first :][: box.shape[0]]
+
+    def _read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a foreign tensor: a view of the file that holds it all, or put together from several."""
+        result, filled = torch.empty(0), 0
+        for stored in self._files[name]:
+            shared = intersect(box, stored.box)
+            if shared is None:
+                continue
+            offset = (s - o + i for s, o, i in zip(shared.offset, stored.box.offset, stored.local, strict=True))
+            data = read_box(self._folder, stored.file, stored.entry, Box(tuple(offset), shared.shape))
+            if shared == box:
+                return data
+            if not filled:
+                result = torch.empty(box.shape, dtype=data.dtype)
+            result[shared.slices(box)].copy_(data)
+            filled += shared.numel
+        if filled != box.numel:
+            raise Damaged(f"the files of {name} hold {filled} of the {box.numel} elements that are needed")
+        return result
+
+    def _check(self) -> None:
+        ends: dict[str, tuple[int, ...]] = {}
+        for part in (part for parts in self._parts.values() for part in parts):
+            box = part.foreign(part.box)
+            end = tuple(offset + size for offset, size in zip(box.offset, box.shape, strict=True))
+            ends[part.tensor] = max(ends.get(part.tensor, end), end)
+        problems = []
+        for tensor, end in ends.items():
+            if tensor not in self._files:
+                problems.append(f"it has no {tensor}")
+            elif (shape := extent(self._files[tensor])) != end:
+                problems.append(f"{tensor} has shape {list(shape)}, the model's config needs {list(end)}")
+        if problems:
+            raise ConfigError([f"{self._folder.path}: {line}" for line in shorten(problems)])
+
+
+def extent(boxes: list[ForeignBox]) -> tuple[int, ...]:
+    """The shape that boxes span from the origin."""
+    ends = ([o + n for o, n in zip(stored.box.offset, stored.box.shape, strict=True)] for stored in boxes)
+    return tuple(max(dims) for dims in zip(*ends, strict=True))
+
+
+def interleaved(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Channels of each head (dim 0) from half-split order (i, i + e/2) to interleaved (2i, 2i + 1)."""
+    pairs = heads.view(-1, 2, head_dim // 2, *heads.shape[1:])  # [h·e, …] -> [h, 2, e/2, …]
+    return pairs.transpose(1, 2).reshape(heads.shape)
+
+
+def half_split(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """The inverse of ``interleaved``."""
+    pairs = heads.view(-1, head_dim // 2, 2, *heads.shape[1:])  # [h·e, …] -> [h, e/2, 2, …]
+    return pairs.transpose(1, 2).reshape(heads.shape)
+
+
+def hugging_face_files(folder: Folder) -> Files:
+    """Where each tensor of a Hugging Face model folder is; raises ConfigError when it has no safetensors."""
+    names = folder.names()
+    if "model.safetensors.index.json" in names:
+        listed = set(json.loads(read_text(folder, "model.safetensors.index.json"))["weight_map"].values())
+    else:
+        listed = {name for name in names if name.endswith(".safetensors")}
+    if not listed:
+        raise ConfigError(
+            f"{folder.path} holds no *.safetensors (pickled *.bin files are not read: convert them first)"
+        )
+    files: Files = {}
+    for file in sorted(listed):
+        for name, entry in read_header(folder, file)[0].items():
+            origin = (0,) * len(entry.shape)
+            files[name] = [ForeignBox(Box(origin, entry.shape), file, entry, origin)]
+    return files
+
+
+def existing_nanotron_files(folder: Folder) -> Files:
+    """Where the boxes of each tensor of an existing-Nanotron checkpoint are.
+
+    model/<module path>/model_<parameter>[_pp-rank-P-of-N_tp-rank-T-of-M…].safetensors holds one tensor ``data``; a
+    shard's metadata pair slices of it with slices of the whole tensor.
+    """
+    files: Files = {}
+    for path in sorted(walk(folder.join("model"), "model")):
+        entries, metadata = read_header(folder, path)
+        module, _, file = path.removeprefix("model/").rpartition("/")
+        parameter = re.match(r"(?:model_)*([a-z0-9_]+?)(?:_pp-rank-.*|\.safetensors.*)$", file)
+        if parameter is None or "data" not in entries:
+            raise Damaged(f"{folder.path}/{path} is no file of an existing-Nanotron checkpoint")
+        stored = files.setdefault(f"{module.replace('/', '.')}.{parameter[1]}", [])
+        for box, local in slice_pairs(metadata, entries["data"].shape):
+            stored.append(ForeignBox(box, path, entries["data"], local))
+    return files
+
+
+def walk(folder: Folder, path: str) -> Iterator[str]:
+    """Every safetensors file below a folder, by its path."""
+    for name in folder.names():
+        if name.endswith(".safetensors"):
+            yield f"{path}/{name}"
+        elif "." not in name:
+            yield from walk(folder.join(name), f"{path}/{name}")
+
+
+def slice_pairs(metadata: Mapping[str, str], shape: tuple[int, ...]) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    """(box of the whole tensor, its offset in the file's tensor) of ``local#global;local#global;…``.
+
+    Slices are ``start,stop,step``, or None for a whole dim, joined by ``|`` over dims; without metadata the file holds
+    the whole tensor.
+    """
+    if "local_global_slices_pairs" not in metadata:
+        yield Box((0,) * len(shape), shape), (0,) * len(shape)
+        return
+    for pair in metadata["local_global_slices_pairs"].split(";"):
+        local, whole = ([dim.split(",") for dim in side.split("|")] for side in pair.split("#"))
+        offset = tuple(0 if start == "None" else int(start) for start, _, _ in local)
+        ends = (size if stop == "None" else int(stop) for (_, stop, _), size in zip(local, shape, strict=True))
+        sizes = tuple(end - start for end, start in zip(ends, offset, strict=True))
+        yield Box(tuple(0 if start == "None" else int(start) for start, _, _ in whole), sizes), offset

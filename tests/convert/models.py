@@ -1,0 +1,98 @@
+"""Tiny models of each family, made by transformers, and ours run beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanotron.batch import Batch
+from nanotron.checkpoint.format import Piece
+from nanotron.config.model import ModelConfig
+from nanotron.mesh import Mesh
+from nanotron.models.llama import Llama
+from nanotron.models.specs import llama_specs
+
+SHAPE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 67,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "head_dim": 12},
+    "llama-3.1": {"model_type": "llama", "rope_parameters": LLAMA3, "eos_token_id": [2, 5]},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 16, "tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3-tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+}
+
+
+def hugging_face_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose every parameter is random, biases and norms too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {**SHAPE, **MODELS[name]}
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(0.5 + torch.rand(parameter.shape))
+    return model.eval()
+
+
+def save_hugging_face(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model = hugging_face_model(name, dtype)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def weight_pieces(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: Mesh | None = None) -> list[Piece]:
+    """Empty weights of the shards that a rank holds."""
+    mesh = mesh or Mesh()
+    pieces = []
+    for spec in llama_specs(config).values():
+        box = spec.local_box(mesh)
+        pieces.append(Piece("weight", spec.name, spec.shape, box, torch.full(box.shape, float("nan"), dtype=dtype)))
+    return pieces
+
+
+def logits_of(config: ModelConfig, pieces: list[Piece], tokens: torch.Tensor) -> torch.Tensor:
+    """Our model's logits [b, s, V] with these whole weights."""
+    dtype = pieces[0].tensor.dtype
+    model = Llama(
+        config,
+        llama_specs(config),
+        Mesh(),
+        layers=(0, config.num_hidden_layers),
+        embed=True,
+        head=True,
+        dtype=dtype,
+        device="cpu",
+    )
+    with torch.no_grad():
+        for piece in pieces:
+            model.weights[piece.name].copy_(piece.tensor)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        return model(None, Batch(tokens, torch.zeros_like(tokens), positions, None))[0]

@@ -1,0 +1,257 @@
+"""Hugging Face models in, and out again: the same weights, the same logits, the same words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.read import load
+from nanotron.checkpoint.resume import agree_resume
+from nanotron.checkpoint.write import Saver
+from nanotron.convert.exporting import export_hf
+from nanotron.convert.importing import import_weights, parse_model_config, read_model_config
+from nanotron.convert.sources import load_weights
+from nanotron.errors import ConfigError
+from nanotron.mesh import Mesh
+from nanotron.models.hf import model_config_from_hf
+from nanotron.params import Box
+from tests.convert.models import MODELS, SHAPE, hugging_face_model, logits_of, save_hugging_face, weight_pieces
+
+TOKENS = torch.randint(0, 67, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_imported_model_has_the_logits_of_the_original(tmp_path: Path, name: str) -> None:
+    original = save_hugging_face(name, tmp_path / "hf")
+    checkpoint = import_weights(str(tmp_path / "hf"), str(tmp_path / "ours"))
+    config = read_model_config(checkpoint)
+    pieces = weight_pieces(config)
+    load(checkpoint, pieces)
+    with torch.no_grad():
+        expected = original(TOKENS).logits
+    torch.testing.assert_close(logits_of(config, pieces, TOKENS), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_round_trip_is_bit_equal(tmp_path: Path, name: str, dtype: torch.dtype, interleaved: bool) -> None:
+    save_hugging_face(name, tmp_path / "hf", dtype)
+    if interleaved:  # ours then holds the channels of each head in another order
+        config = json.loads((tmp_path / "hf" / "config.json").read_text())
+        model_config = parse_model_config({**model_config_from_hf(config), "rope_interleaved": True}, "test")
+        checkpoint = save_whole(tmp_path, model_config, tmp_path / "hf", dtype)
+    else:
+        checkpoint = import_weights(str(tmp_path / "hf"), str(tmp_path / "ours"))
+    export_hf(checkpoint, str(tmp_path / "back"))
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "back"))
+    assert before.keys() == after.keys()
+    assert [key for key in before if not torch.equal(before[key], after[key])] == []
+    assert {tensor.dtype for tensor in after.values()} == {dtype}
+
+
+def save_whole(folder: Path, config, source: Path, dtype: torch.dtype) -> str:
+    pieces = weight_pieces(config, dtype)
+    load_weights(str(source), pieces, config)
+    saver = Saver(str(folder / "ours"))
+    values = {key: value for key, value in vars(config).items() if value is not None and not key.startswith("__")}
+    saver.save(1, pieces, {}, {"model_config.json": json.dumps(values, default=vars)})
+    assert saver.wait(), saver.poll()
+    return str(folder / "ours" / "1")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama-biases"])
+def test_interleaved_rotary_gives_the_logits_of_the_half_split_original(tmp_path: Path, name: str) -> None:
+    original = save_hugging_face(name, tmp_path)
+    values = model_config_from_hf(json.loads((tmp_path / "config.json").read_text()))
+    config = parse_model_config({**values, "rope_interleaved": True}, "test")
+    pieces = weight_pieces(config)
+    load_weights(str(tmp_path), pieces, config)
+    with torch.no_grad():
+        expected = original(TOKENS).logits
+    torch.testing.assert_close(logits_of(config, pieces, TOKENS), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_opens_an_export_and_continues_a_text_as_we_do(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    original = save_hugging_face(name, tmp_path / "hf")
+    export_hf(import_weights(str(tmp_path / "hf"), str(tmp_path / "ours")), str(tmp_path / "back"))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    with torch.no_grad():
+        assert torch.equal(exported(TOKENS).logits, original(TOKENS).logits)
+    prompt = TOKENS[:1, :5]
+    theirs = exported.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=[], pad_token_id=0)
+    config = read_model_config(str(tmp_path / "ours"))
+    pieces = weight_pieces(config)
+    load(str(tmp_path / "ours" / "0"), pieces)
+    ours = prompt
+    for _ in range(12):
+        ours = torch.cat([ours, logits_of(config, pieces, ours)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"tp": {"tp_kv": 2, "tp_rep": 2}}, {"tp": 3}], ids=str)
+def test_each_rank_s_shard_comes_straight_from_the_hugging_face_folder(tmp_path: Path, axes) -> None:
+    save_hugging_face("qwen2", tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    config = read_model_config(str(tmp_path))
+    whole = weight_pieces(config)
+    load_weights(str(tmp_path), whole, config)
+    tensors = {piece.name: piece.tensor for piece in whole}
+    if axes == {"tp": 3}:
+        axes = {"tp": {"tp_kv": 1, "tp_rep": 3}}
+    for rank in range(Mesh(axes).world):
+        pieces = weight_pieces(config, torch.bfloat16, Mesh(axes, rank))
+        load_weights(str(tmp_path), pieces, config)
+        for piece in pieces:
+            assert torch.equal(piece.tensor, tensors[piece.name][piece.box.slices()].bfloat16()), piece.name
+
+
+def test_a_run_starts_from_a_checkpoint_an_import_or_the_folder_itself_alike(tmp_path: Path) -> None:
+    save_hugging_face("llama", tmp_path / "hf")
+    import_weights(str(tmp_path / "hf"), str(tmp_path / "ours"))
+    config = read_model_config(str(tmp_path / "hf"))
+    results = []
+    for path in ("hf", "ours", "ours/0"):
+        pieces = weight_pieces(config)
+        master = pieces[0]._replace(kind="master", tensor=torch.zeros_like(pieces[0].tensor))
+        load_weights(str(tmp_path / path), [*pieces, master], config)
+        assert torch.equal(master.tensor, pieces[0].tensor)
+        results.append([piece.tensor for piece in pieces])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_an_import_is_a_checkpoint_whose_checksums_hold_in_files_of_bounded_size(tmp_path: Path) -> None:
+    save_hugging_face("llama", tmp_path / "hf")
+    import_weights(str(tmp_path / "hf"), str(tmp_path / "ours"), max_shard_bytes=20_000)
+    assert len(list((tmp_path / "ours" / "0").glob("*.safetensors"))) > 2
+    found = agree_resume(str(tmp_path / "ours"), None)
+    assert found is not None
+    assert found.step == 0
+
+
+def test_an_export_in_several_files_is_opened_by_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    original = save_hugging_face("llama", tmp_path / "hf")
+    import_weights(str(tmp_path / "hf"), str(tmp_path / "ours"))
+    export_hf(str(tmp_path / "ours"), str(tmp_path / "back"), max_shard_bytes=20_000)
+    assert not (tmp_path / "back" / "model.safetensors").exists()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    theirs = dict(exported.named_parameters())
+    assert all(torch.equal(theirs[name], parameter) for name, parameter in original.named_parameters())
+
+
+def test_a_wider_export_takes_the_masters(tmp_path: Path) -> None:
+    save_hugging_face("llama", tmp_path / "hf")
+    config = read_model_config(str(tmp_path / "hf"))
+    masters = [piece._replace(kind="master") for piece in weight_pieces(config)]
+    load_weights(str(tmp_path / "hf"), masters, config)
+    weights = [piece._replace(kind="weight", tensor=piece.tensor.bfloat16()) for piece in masters]
+    saver = Saver(str(tmp_path / "ours"))
+    model_config = json.dumps({**model_config_from_hf(json.loads((tmp_path / "hf" / "config.json").read_text()))})
+    saver.save(1, [*weights, *masters], {}, {"model_config.json": model_config})
+    assert saver.wait(), saver.poll()
+    for dtype, exact in (("float32", True), (None, False)):
+        export_hf(str(tmp_path / "ours"), str(tmp_path / f"{dtype}"), dtype=dtype)
+        exported = load_file(tmp_path / f"{dtype}" / "model.safetensors")
+        original = load_file(tmp_path / "hf" / "model.safetensors")
+        assert all(torch.equal(exported[key], original[key] if exact else original[key].bfloat16()) for key in original)
+
+
+def test_tokenizer_files_travel_and_open_in_transformers(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoTokenizer
+
+    save_hugging_face("llama", tmp_path / "hf")
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "hf" / "tokenizer.json"))
+    assert export_hf(import_weights(str(tmp_path / "hf"), str(tmp_path / "ours")), str(tmp_path / "back")) == []
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").encode("b a c") == [1, 0, 2]
+
+
+def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
+    save_hugging_face("llama", tmp_path / "hf")
+    (notice,) = export_hf(import_weights(str(tmp_path / "hf"), str(tmp_path / "ours")), str(tmp_path / "back"))
+    assert notice.startswith("no tokenizer was found in")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is no family that can be imported; those are llama, mistral"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not available here"),
+        ({"mlp_bias": True}, "mlp_bias=true is not available here"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not available here"),
+        ({"num_hidden_layers": 4}, "it has no model.layers.3.input_layernorm.weight"),
+        ({"vocab_size": 68}, r"model.embed_tokens.weight has shape \[67, 32\], the model's config needs \[68, 32\]"),
+    ],
+)
+def test_what_cannot_be_imported_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    save_hugging_face("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=message):
+        import_weights(str(tmp_path), str(tmp_path / "ours"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"is_qwen2_config": True, "attention_bias": False},
+            "attention_bias=false cannot be exported: Hugging Face's qwen2",
+        ),
+        ({"is_llama_config": True, "sliding_window_size": 64}, "sliding_window_size=64 cannot be exported as llama"),
+    ],
+)
+def test_what_the_family_cannot_express_is_refused_before_anything_is_written(tmp_path: Path, values, message) -> None:
+    shape = {key: value for key, value in SHAPE.items() if key != "initializer_range"}
+    config = parse_model_config({**shape, **values}, "test")
+    pieces = weight_pieces(config)
+    saver = Saver(str(tmp_path / "ours"))
+    saver.save(1, pieces, {}, {"model_config.json": json.dumps({**shape, **values})})
+    assert saver.wait()
+    with pytest.raises(ConfigError, match=message):
+        export_hf(str(tmp_path / "ours"), str(tmp_path / "back"))
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    pieces = [Piece("weight", "w", (4,), Box((0,), (4,)), torch.ones(4))]
+    saver = Saver(str(tmp_path))
+    saver.save(1, pieces, {})
+    saver.wait()
+    shard = tmp_path / "1" / "shard-00000-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    with pytest.raises(ConfigError, match=r"shard-00000-of-00001.safetensors is damaged"):
+        export_hf(str(tmp_path), str(tmp_path / "back"))
+
+
+def test_no_transformers_is_imported_on_the_way_in_or_out(tmp_path: Path) -> None:
+    save_hugging_face("llama", tmp_path / "hf")
+    script = (
+        "import sys\n"
+        "from nanotron.convert.importing import import_weights\n"
+        "from nanotron.convert.exporting import export_hf\n"
+        "export_hf(import_weights('hf', 'ours'), 'back')\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_of_the_test_differ_in_every_parameter() -> None:
+    parameters = list(hugging_face_model("qwen3").parameters())
+    assert all(parameter.std() > 0 for parameter in parameters)
