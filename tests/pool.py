@@ -128,7 +128,7 @@ class _Worker:
     def receive(self) -> tuple[bool, Any]:
         try:
             succeeded, answer = pickle.loads(self.connection.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._process.join(5)
             return False, f"the process died, exit code {self._process.exitcode}\n{self._tail()}"
         return succeeded, answer if succeeded else f"{answer}{self._tail()}"
