@@ -22,9 +22,9 @@ $(STAMP): requirements.lock pyproject.toml
 	touch $(STAMP)
 
 train: setup
-	$(BIN)/python -m nanotron.data.corpus
+	$(BIN)/nanotron tokenize --stdlib
 	$(BIN)/torchrun --nproc_per_node=8 run_train.py --config-file $(CONFIG)
-	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)"
+	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --temperature 0.8 --top-k 50
 
 test: setup
 	$(BIN)/python -m pytest

@@ -8,7 +8,7 @@ import torch
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.write import Saver
 from nanotron.config import get_config_from_dict
-from nanotron.data.tokenizer import save_tokenizer, train_bpe
+from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
 from nanotron.generate import Generator, Sampling, choose, run_generate
 from nanotron.mesh import Mesh
@@ -56,7 +56,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of steps as a run leaves it: config and tokenizer beside one checkpoint of drawn weights."""
     folder = tmp_path_factory.mktemp("run")
     tokenizer = train_bpe([TEXT], 280)
-    save_tokenizer(tokenizer, str(folder))
+    save_tokenizer(tokenizer, str(folder), eos=END_OF_TEXT)
     config = get_config_from_dict(
         {
             "parallelism": {"dp": 1, "tp": 2, "pp": 1},
