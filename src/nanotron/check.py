@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanotron.checkpoint.resume import find_resume
-from nanotron.config import Config, ExistingCheckpointInit, PretrainDatasetsArgs, SFTDatasetsArgs
+from nanotron.config import Config, ExistingCheckpointInit
 from nanotron.config.document import Problem, dump, parse
-from nanotron.config.keys import dotted, path_of, status_of, walk
-from nanotron.config.load import Reading, notices, read_file
+from nanotron.config.keys import dotted, fill, path_of, status_of, walk
+from nanotron.config.load import Reading, notices, read_file, refuse
 from nanotron.config.messages import nearest
 from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
 from nanotron.data.probe import model_vocab_size, probe_stages
@@ -46,11 +46,12 @@ def examine(config_file: str | os.PathLike[str], overrides: Sequence[str] = (), 
     """Do what `check` does, and keep the notices. Raises ConfigError with every mistake."""
     reading = read_file(config_file, overrides)
     if reading.config is not None:
+        refuse(reading)
         _ask(reading, reading.config, [*RULES, _fits(nproc)])
         _ask(reading, reading.config, PROBES)
     config = reading.value()
     if config.model.model_config.vocab_size is None:
-        config.model.model_config.vocab_size = model_vocab_size(config)
+        fill(config.model.model_config, "vocab_size", model_vocab_size(config))
     return Checked(config, reading, [*notices(reading), *_cautions(reading, config)])
 
 
@@ -152,17 +153,7 @@ def _patterns_match_parameters(config: Config) -> Findings:
 
 @_probe("data_stages", "tokenizer", "model.model_config.vocab_size", "tokens.sequence_length")
 def _data_can_be_read(config: Config) -> Findings:
-    unreadable = False
-    for index, stage in enumerate(config.data_stages):
-        if isinstance(stage.data.dataset, PretrainDatasetsArgs | SFTDatasetsArgs):
-            unreadable = True
-            yield (
-                f"data_stages[{index}].data.dataset.hf_dataset_or_datasets",
-                "data sets are not tokenized while training; do it once, with `nanotron tokenize`, and give its output"
-                " as dataset_folder",
-            )
-    if not unreadable:
-        yield from ((dotted(problem.path), problem.text) for problem in probe_stages(config))
+    yield from ((dotted(problem.path), problem.text) for problem in probe_stages(config))
 
 
 @_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path")

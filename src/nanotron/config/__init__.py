@@ -76,3 +76,20 @@ __all__ = [
     "get_config_from_dict",
     "get_config_from_file",
 ]
+
+_NOT_HERE = {
+    "AllForwardAllBackwardPipelineEngine": 'write pp_engine="afab"',
+    "GenerationArgs": "generation has no config section; see `nanotron generate --help`",
+    "LightEvalConfig": "evaluations are not started from a training run; export a checkpoint and evaluate that",
+    "MoEConfig": "there are no expert layers",
+    "OneForwardOneBackwardPipelineEngine": 'write pp_engine="1f1b"',
+    "Starcoder2Config": "the Starcoder2 family is not available",
+}
+"""Names that scripts of the existing Nanotron import and that have no counterpart, with the reason or the way out."""
+
+
+def __getattr__(name: str) -> object:
+    """Say why a name of the existing Nanotron is not here."""
+    if name in _NOT_HERE:
+        raise ImportError(f"nanotron.config.{name}: {_NOT_HERE[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 from nanotron.config.checkpoints import CheckpointsArgs, S3UploadArgs
 from nanotron.config.data import DatasetStageArgs, default_stages
@@ -16,7 +19,18 @@ from nanotron.config.general import (
     ProfilerArgs,
     TokenizerArgs,
 )
-from nanotron.config.keys import Derived, Section, Status, fields_of, is_section, key, required, section, status_of
+from nanotron.config.keys import (
+    Derived,
+    Section,
+    fields_of,
+    fill,
+    is_section,
+    key,
+    required,
+    section,
+    status_of,
+    was_filled,
+)
 from nanotron.config.model import ModelArgs
 from nanotron.config.training import OptimizerArgs, TokensArgs
 
@@ -52,15 +66,11 @@ class Config:
     )
 
     def __post_init__(self) -> None:
-        if self.data_stages is None:
-            self.data_stages = default_stages()
-        if self.checkpoints.checkpoints_path is None:
-            self.checkpoints.checkpoints_path = f"runs/{self.general.project}"
+        fill(self, "data_stages", default_stages())
+        fill(self.checkpoints, "checkpoints_path", f"runs/{self.general.project}")
         scheduler = self.optimizer.learning_rate_scheduler
-        if scheduler.lr_decay_steps is None:
-            scheduler.lr_decay_steps = max(0, self.tokens.train_steps - scheduler.lr_decay_starting_step)
-        if self.model.model_config.max_position_embeddings is None:
-            self.model.model_config.max_position_embeddings = max(self.stage_sequence_lengths)
+        fill(scheduler, "lr_decay_steps", max(0, self.tokens.train_steps - scheduler.lr_decay_starting_step))
+        fill(self.model.model_config, "max_position_embeddings", max(self.stage_sequence_lengths))
 
     @property
     def stage_sequence_lengths(self) -> list[int]:
@@ -77,29 +87,45 @@ class Config:
         """Tokens per step, over all replicas."""
         return self.global_batch_size * self.tokens.sequence_length
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the config as plain mappings, lists and scalars, without the keys that say nothing."""
-        plain = _plain(self)
+    def to_dict(self, *, resolved: bool = True) -> dict[str, Any]:
+        """Return the config as plain mappings, lists and scalars; they load again to an equal config.
+
+        Resolved, every key that counts is there; else only what differs from the defaults and was not derived.
+        """
+        keep = _counts if resolved else _was_chosen
+        plain = _plain(self, keep)
         assert isinstance(plain, dict)
         return plain
 
-    def save_as_yaml(self, file_path: str | FilePath) -> None:
-        """Write the config to a YAML file, which loads again to an equal config."""
-        FilePath(file_path).write_text(dump(self.to_dict()), encoding="utf-8")
+    def save_as_yaml(self, file_path: str | FilePath, *, resolved: bool = False, header: str = "") -> None:
+        """Write the config to a YAML file, below a header of comment lines; see `to_dict`."""
+        comments = "".join(f"# {line}\n" for line in header.splitlines())
+        FilePath(file_path).write_text(comments + dump(self.to_dict(resolved=resolved)), encoding="utf-8")
 
 
-def _plain(value: Any) -> Any:
+_Keep = Callable[[Any, str, FieldInfo], bool]
+
+
+def _plain(value: Any, keep: _Keep) -> Any:
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_plain(item, keep) for item in value]
     if not is_section(value):
         return value
-    return {
-        name: _plain(getattr(value, name))
-        for name, info in fields_of(type(value)).items()
-        if not _says_nothing(getattr(value, name), info.default, status_of(info))
-    }
+    kept = {name for name, info in fields_of(type(value)).items() if keep(value, name, info)}
+    return {name: _plain(getattr(value, name), keep) for name in fields_of(type(value)) if name in kept}
 
 
-def _says_nothing(value: Any, default: Any, status: Status) -> bool:
-    """Tell whether a key at its default can be left out: null, without effect here, or without a choice."""
-    return bool(value == default and (value is None or status.notice or status.refused))
+def _default(info: FieldInfo) -> Any:
+    return info.default if info.default_factory is None else info.default_factory()  # type: ignore[call-arg]
+
+
+def _counts(section: Any, name: str, info: FieldInfo) -> bool:
+    """Tell whether a key matters: not when it is null, without effect or without a choice, and at its default."""
+    value, status = getattr(section, name), status_of(info)
+    return bool(value != info.default or not (value is None or status.notice or status.refused))
+
+
+def _was_chosen(section: Any, name: str, info: FieldInfo) -> bool:
+    """Tell whether a key says something: it marks its section, or is neither derived nor at its default."""
+    value = getattr(section, name)
+    return status_of(info).marker or (not was_filled(section, name) and bool(value != _default(info)))

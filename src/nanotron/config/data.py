@@ -11,6 +11,11 @@ from nanotron.config.keys import Float, Int, Section, key, required, section
 DEFAULT_STAGE_NAME = "Training"
 
 
+_NOT_TOKENIZED = (
+    "texts are not tokenized while training; do it once, with `nanotron tokenize`, and give that dataset_folder"
+)
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str | int) else value
 
@@ -81,7 +86,9 @@ class PretrainDatasetsArgs:
     """Texts of Hugging Face data sets, tokenized when the run starts."""
 
     hf_dataset_or_datasets: HuggingFaceNames = required(
-        "A name or folder, a list of them, or a mapping to the fraction of each to use.", example="stas/openwebtext-10k"
+        "A name or folder, a list of them, or a mapping to the fraction of each to use.",
+        example="stas/openwebtext-10k",
+        refused=_NOT_TOKENIZED,
     )
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
@@ -95,13 +102,15 @@ class SFTDatasetsArgs:
     """Prompts and completions of a Hugging Face data set; the loss is on completions only."""
 
     hf_dataset_or_datasets: HuggingFaceNames = required(
-        "A name or folder, a list of them, or a mapping to the fraction of each to use.", example="my/prompts"
+        "A name or folder, a list of them, or a mapping to the fraction of each to use.",
+        example="my/prompts",
+        refused=_NOT_TOKENIZED,
     )
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
     dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
     dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.")
-    sft_dataloader: bool = key(True, "Marks the kind of data set.")
+    sft_dataloader: bool = key(True, "Marks the kind of data set.", marker=True)
     debug_max_samples: Int | None = key(None, "Use only this many samples.", gt=0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nanotron.config.keys import Derived, Float, Int, Lower, Upper, derived, key, required, section
+from nanotron.config.keys import Derived, Float, Int, Lower, Upper, derived, fill, key, required, section
 
 LogLevel = Lower[Literal["debug", "info", "warning", "error", "critical"]]
 
@@ -94,8 +94,7 @@ class ParallelismArgs:
     )
 
     def __post_init__(self) -> None:
-        if self.pp_virtual_stages is None:
-            self.pp_virtual_stages = 2 if self.pp_engine in ("interleaved_1f1b", "zbv") else 1
+        fill(self, "pp_virtual_stages", 2 if self.pp_engine in ("interleaved_1f1b", "zbv") else 1)
 
     @property
     def world_size(self) -> int:

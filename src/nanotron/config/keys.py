@@ -6,6 +6,7 @@ A section is a pydantic dataclass and every key is declared once, with `key` or 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,13 +31,15 @@ def section(cls: type[T]) -> type[T]:
 class Status:
     """What happens to a key: `honoured`, accepted with a `notice`, or `refused` unless its value is in `allowed`.
 
-    `derived` says in words how a key that was left out is filled in.
+    `derived` says in words how a key that was left out is filled in. A `marker` tells what a section is, so that it is
+    written even at its default.
     """
 
     notice: str = ""
     refused: str = ""
     allowed: tuple[Any, ...] = ()
     derived: str = ""
+    marker: bool = False
 
 
 def key(
@@ -47,24 +50,25 @@ def key(
     refused: str = "",
     allowed: tuple[Any, ...] = (),
     derived: str = "",
+    marker: bool = False,
     factory: Callable[[], Any] | None = None,
     **constraints: Any,
 ) -> Any:
     """Declare a key with a default. `constraints` are pydantic's (`gt`, `ge`, `le`, …)."""
-    status = Status(notice, refused, allowed, derived)
+    status = Status(notice, refused, allowed, derived, marker)
     extra: dict[str, Any] = {"status": status}
     if factory is not None:
         return Field(default_factory=factory, description=description, json_schema_extra=extra, **constraints)
     return Field(default=default, description=description, json_schema_extra=extra, **constraints)
 
 
-def required(description: str, *, example: Any, **constraints: Any) -> Any:
+def required(description: str, *, example: Any, refused: str = "", **constraints: Any) -> Any:
     """Declare a key that has to be written. `example` is shown when it is missing."""
     return Field(
         default=...,
         description=description,
         examples=[example],
-        json_schema_extra=cast(Any, {"status": Status()}),
+        json_schema_extra=cast(Any, {"status": Status(refused=refused)}),
         **constraints,
     )
 
@@ -72,6 +76,19 @@ def required(description: str, *, example: Any, **constraints: Any) -> Any:
 def derived(description: str, rule: str, **constraints: Any) -> Any:
     """Declare a key that is worked out when it is left out or null; `rule` says how."""
     return key(None, description, derived=rule, **constraints)
+
+
+def fill(section: Any, name: str, value: Any) -> None:
+    """Set a derived key that was left out, and remember that nobody wrote it."""
+    if getattr(section, name) is None:
+        setattr(section, name, value)
+        vars(section).setdefault("_filled", {})[name] = copy.deepcopy(value)
+
+
+def was_filled(section: Any, name: str) -> bool:
+    """Tell whether a key has its value from `fill`."""
+    filled = vars(section).get("_filled", {})
+    return name in filled and filled[name] == getattr(section, name)
 
 
 def status_of(info: FieldInfo) -> Status:

@@ -94,7 +94,6 @@ def read_document(name: str, document: Document) -> Reading:
         except ValidationError as error:
             _collect(reading, values, mistakes(error))
         else:
-            _refuse(reading)
             break
     return reading
 
@@ -108,6 +107,16 @@ def notices(reading: Reading) -> list[str]:
         if notice and value is not None and path in reading.document.places:
             found.append(Problem(path, f"no effect: {notice}", reading.document.place_of(path)))
     return [problem.line(reading.name) for problem in sorted(found, key=lambda problem: problem.place)]
+
+
+def refuse(reading: Reading) -> None:
+    """Report every key whose value stands for something that is not available. Files that have it load all the same."""
+    assert reading.config is not None
+    for path, value, info in walk(reading.config):
+        status = status_of(info)
+        if status.refused and value not in status.allowed and reading.is_sound(path):
+            reading.report(path, f"{show(value)} is refused: {status.refused}")
+            reading.broken.add(path)
 
 
 def _collect(reading: Reading, values: dict[str, Any], found: list[Mistake]) -> None:
@@ -149,13 +158,3 @@ def _value_at(values: Any, path: Path) -> Any:
         elif isinstance(values, list) and isinstance(part, int) and part < len(values):
             values = values[part]
     return values
-
-
-def _refuse(reading: Reading) -> None:
-    """Report every key whose value stands for something that is not available."""
-    assert reading.config is not None
-    for path, value, info in walk(reading.config):
-        status = status_of(info)
-        if status.refused and value not in status.allowed and reading.is_sound(path):
-            reading.report(path, f"{show(value)} is refused: {status.refused}")
-            reading.broken.add(path)

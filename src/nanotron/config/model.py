@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Tag
 from pydantic_core import PydanticCustomError
 
-from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, key, required, section
+from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, fill, key, required, section
 
 _NO_KERNELS = "which kernel runs is decided by what the device offers; results are the same"
 
@@ -117,12 +117,10 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.intermediate_size is None:
-            self.intermediate_size = 64 * math.ceil(8 * self.hidden_size / 3 / 64)
+        fill(self, "num_key_value_heads", self.num_attention_heads)
+        fill(self, "intermediate_size", 64 * math.ceil(8 * self.hidden_size / 3 / 64))
         if self.head_dim is None:
-            self.head_dim = self._head_dim_from_hidden_size()
+            fill(self, "head_dim", self._head_dim_from_hidden_size())
 
     def _head_dim_from_hidden_size(self) -> int:
         width, remainder = divmod(self.hidden_size, self.num_attention_heads)
@@ -160,7 +158,7 @@ class ModelConfig:
 class LlamaConfig(ModelConfig):
     """Llama: no biases unless asked for."""
 
-    is_llama_config: Literal[True] = key(True, "Marks the family.")
+    is_llama_config: Literal[True] = key(True, "Marks the family.", marker=True)
     attention_bias: bool = key(False, "Biases on the q, k, v and output projections of attention.")
 
     @property
@@ -173,14 +171,14 @@ class LlamaConfig(ModelConfig):
 class MistralConfig(ModelConfig):
     """Mistral: Llama without a choice of biases."""
 
-    is_mistral_config: Literal[True] = key(True, "Marks the family.")
+    is_mistral_config: Literal[True] = key(True, "Marks the family.", marker=True)
 
 
 @section
 class Qwen2Config(ModelConfig):
     """Qwen2: Llama with biases on q, k and v."""
 
-    is_qwen2_config: Literal[True] = key(True, "Marks the family.")
+    is_qwen2_config: Literal[True] = key(True, "Marks the family.", marker=True)
     attention_bias: bool = key(True, "Biases on the q, k and v projections of attention.")
 
 
@@ -188,7 +186,7 @@ class Qwen2Config(ModelConfig):
 class Qwen3Config(ModelConfig):
     """Qwen3: Llama with a norm of every head's queries and keys."""
 
-    is_qwen3_config: Literal[True] = key(True, "Marks the family.")
+    is_qwen3_config: Literal[True] = key(True, "Marks the family.", marker=True)
     attention_bias: bool = key(False, "Biases on the q, k, v and output projections of attention.")
 
     @property
@@ -246,6 +244,7 @@ class SpectralMupInit:
     use_mup: bool = key(
         True,
         "Use spectral muP.",
+        marker=True,
         refused="spectral muP's initial weights and learning rates per layer are not available; use"
         " init_method: {std: 0.02}",
         allowed=(),
@@ -300,7 +299,6 @@ class ModelArgs:
     )
     ddp_bucket_cap_mb: Int = key(
         25,
-        "Gradients that data parallelism sums at once, in MB.",
-        notice="gradients are summed layer by layer, as soon as a layer's are complete",
+        "Gradients that data parallelism sums at once, at most, in MiB.",
         gt=0,
     )

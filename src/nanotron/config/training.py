@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
-from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, key, required, section
+from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, fill, key, required, section
 
 
 @section
@@ -41,14 +41,14 @@ class AdamWOptimizerArgs:
     torch_adam_is_fused: bool = key(
         True, "Update in one kernel.", notice="the update always runs in one kernel per flat buffer"
     )
-    name: Annotated[Literal["adamW"], _optimizer_name("adamW")] = key("adamW", "Marks the optimizer.")
+    name: Annotated[Literal["adamW"], _optimizer_name("adamW")] = key("adamW", "Marks the optimizer.", marker=True)
 
 
 @section
 class SGDOptimizerArgs:
     """Stochastic gradient descent without momentum."""
 
-    name: Annotated[Literal["sgd"], _optimizer_name("sgd")] = key("sgd", "Marks the optimizer.")
+    name: Annotated[Literal["sgd"], _optimizer_name("sgd")] = key("sgd", "Marks the optimizer.", marker=True)
 
 
 def _optimizer_kind(value: Any) -> str:
@@ -83,14 +83,10 @@ class LRSchedulerArgs:
     )
 
     def __post_init__(self) -> None:
-        if self.lr_warmup_style is None:
-            self.lr_warmup_style = "linear"
-        if self.lr_decay_style is None:
-            self.lr_decay_style = "linear"
-        if self.lr_decay_starting_step is None:
-            self.lr_decay_starting_step = self.lr_warmup_steps
-        if self.min_decay_lr is None:
-            self.min_decay_lr = self.learning_rate
+        fill(self, "lr_warmup_style", "linear")
+        fill(self, "lr_decay_style", "linear")
+        fill(self, "lr_decay_starting_step", self.lr_warmup_steps)
+        fill(self, "min_decay_lr", self.learning_rate)
 
 
 @section

@@ -1,0 +1,169 @@
+"""Starter configs: a model of a usual size on a number of devices, as commented YAML."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from nanotron.errors import ConfigError
+
+DEVICE_GIB = 80
+_USABLE = 0.5 * DEVICE_GIB * 2**30  # bytes of a device for weights, gradients and optimizer; the rest is activations
+_NODE = 8  # devices with fast links between them: tensor parallelism stays inside
+
+
+class Preset(NamedTuple):
+    """A model's usual shape and training recipe; `batch` is in samples, `parameters` is about how many it has."""
+
+    parameters: float
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int | None
+    tied: bool
+    rope_theta: float
+    sequence: int
+    batch: int
+    steps: int
+    learning_rate: str
+    lowest_rate: str
+
+
+PRESETS = {
+    "tiny": Preset(1.5e6, 128, 4, 4, 2, 384, None, True, 10000.0, 128, 32, 60, "3e-3", "3e-4"),
+    "160m": Preset(162e6, 768, 12, 12, 12, 2048, 50304, False, 10000.0, 2048, 256, 20000, "6e-4", "6e-5"),
+    "1b": Preset(1.24e9, 2048, 16, 32, 8, 8192, 128256, True, 500000.0, 4096, 512, 50000, "4e-4", "4e-5"),
+    "8b": Preset(8.0e9, 4096, 32, 32, 8, 14336, 128256, False, 500000.0, 8192, 512, 100000, "3e-4", "3e-5"),
+    "70b": Preset(70.6e9, 8192, 80, 64, 8, 28672, 128256, False, 500000.0, 8192, 1024, 100000, "1.5e-4", "1.5e-5"),
+}
+
+
+class Layout(NamedTuple):
+    """How many ranks share what."""
+
+    dp: int
+    tp: int
+    pp: int
+
+
+def starter(name: str, devices: int) -> str:
+    """Return a commented config of a preset for a number of devices.
+
+    Raises ConfigError when the name is unknown or the model does not fit.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"--preset {name}: not one of {', '.join(PRESETS)}")
+    preset = PRESETS[name]
+    layout = _layout(name, preset, devices)
+    micro_batch = 4 if name == "tiny" else 1
+    accumulation = max(1, preset.batch // (layout.dp * micro_batch))
+    return _TEMPLATE.format(
+        name=name,
+        **layout._asdict(),
+        **preset._asdict(),
+        tied_text=str(preset.tied).lower(),
+        world=devices,
+        mode="REDUCE_SCATTER" if layout.tp > 1 and name != "tiny" else "ALL_REDUCE",
+        vocab_line=f"\n    vocab_size: {preset.vocab} # at least the tokenizer's" if preset.vocab else "",
+        recompute="true" if preset.parameters > 5e9 else "false",
+        dtype="float32" if name == "tiny" else "bfloat16",
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        warmup=max(1, min(2000, preset.steps // 20)),
+        interval=max(20, preset.steps // 50),
+    )
+
+
+def _layout(name: str, preset: Preset, devices: int) -> Layout:
+    """Choose the least model parallelism that fits; what is left over are replicas."""
+    if name == "tiny":  # fits anywhere; shows every kind of parallelism when there are ranks enough
+        tp, pp = (2, 2) if devices % 8 == 0 else (2, 1) if devices % 4 == 0 else (1, 1)
+        return Layout(devices // (tp * pp), tp, pp)
+    for pp in (1, 2, 4, 8, 16):
+        for tp in (1, 2, 4, 8):
+            if pp > 1 and tp < min(_NODE, preset.kv_heads):
+                continue  # pipeline only once a node is used up
+            if devices % (tp * pp) == 0 and _bytes(preset, tp, pp, devices) <= _USABLE:
+                return Layout(devices // (tp * pp), tp, pp)
+    least = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if _bytes(preset, min(n, 8), max(1, n // 8), n) <= _USABLE)
+    raise ConfigError(
+        f"--gpus {devices}: {name} does not fit on them with {DEVICE_GIB} GiB each;"
+        f" use a multiple of {least}, or a smaller --preset"
+    )
+
+
+def _bytes(preset: Preset, tp: int, pp: int, devices: int) -> float:
+    """Bytes per device: bf16 weights and fp32 gradients of its part, and its share of master weights and moments."""
+    return preset.parameters * ((2 + 4) / (tp * pp) + (4 + 4 + 4) / devices)
+
+
+_TEMPLATE = """\
+# {name}: about {parameters:.3g} parameters on {world} device(s).
+#   nanotron check THIS.yaml    names every mistake, prints all keys with their defaults
+#   nanotron train THIS.yaml    trains; the same command resumes
+# docs/config.md describes every key.
+general:
+  project: {name}
+  seed: 42 # of the initial weights
+
+parallelism: # dp · tp · pp = number of ranks; the layout changes speed and memory, never the loss
+  dp: {dp} # replicas
+  tp: {tp} # ranks that share every matrix; at most one machine's devices
+  pp: {pp} # groups of layers
+  pp_engine: 1f1b
+  tp_mode: {mode} # REDUCE_SCATTER is sequence parallelism: less activation memory
+  recompute_layer: {recompute} # true: less activation memory for a third more computation
+
+model:
+  dtype: {dtype}
+  model_config:
+    is_llama_config: true
+    hidden_size: {hidden}
+    num_hidden_layers: {layers}
+    num_attention_heads: {heads}
+    num_key_value_heads: {kv_heads}
+    intermediate_size: {intermediate}{vocab_line}
+    tie_word_embeddings: {tied_text}
+    rope_theta: {rope_theta}
+  init_method:
+    std: 0.02
+
+tokens:
+  sequence_length: {sequence}
+  micro_batch_size: {micro_batch} # samples at once on each replica
+  batch_accumulation_per_replica: {accumulation} # micro-batches per step; more hide the pipeline's bubble
+  train_steps: {steps}
+
+optimizer:
+  zero_stage: 1 # replicas share the optimizer's state
+  weight_decay: 0.1
+  clip_grad: 1.0
+  optimizer_factory:
+    name: adamW
+    adam_beta1: 0.9
+    adam_beta2: 0.95
+  learning_rate_scheduler:
+    learning_rate: {learning_rate}
+    lr_warmup_steps: {warmup}
+    lr_decay_style: cosine
+    min_decay_lr: {lowest_rate}
+
+# Without data_stages the embedded corpus is used: enough to see that everything works. Your own text:
+#   nanotron tokenize my_texts/ --tokenizer NAME --output data/my_corpus
+# data_stages:
+#   - name: Training
+#     start_training_step: 1
+#     data:
+#       dataset:
+#         dataset_folder: data/my_corpus
+
+checkpoints:
+  checkpoints_path: runs/{name}
+  checkpoint_interval: {interval}
+  keep_last_n: 3
+
+logging:
+  iteration_step_info_interval: 1
+  tensorboard: true
+"""

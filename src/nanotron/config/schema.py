@@ -1,0 +1,43 @@
+"""The config's JSON Schema, for editors: they complete keys, show their descriptions and mark mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from nanotron.config.config import Config
+from nanotron.config.keys import Status
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema(schedules: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON Schema of a config file; `schedules` are the legal values of `parallelism.pp_engine`."""
+    schema: dict[str, Any] = _for_editors(TypeAdapter(Config).json_schema())
+    schema["$defs"]["ParallelismArgs"]["properties"]["pp_engine"]["enum"] = list(schedules)
+    return {"$schema": DIALECT, "title": "nanotron config", **{k: v for k, v in schema.items() if k != "title"}}
+
+
+def _for_editors(node: Any) -> Any:
+    """Turn our status of a key into words that editors know, and let several branches of a union match."""
+    if isinstance(node, list):
+        return [_for_editors(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    status = node.get("status")
+    plain = {
+        "anyOf" if name == "oneOf" else name: _for_editors(value)
+        for name, value in node.items()
+        if name not in ("status", "title", "discriminator")
+    }
+    return plain if status is None else plain | _words(plain.get("description", ""), Status(**status))
+
+
+def _words(description: str, status: Status) -> dict[str, Any]:
+    if status.notice:
+        return {"deprecated": True, "description": f"{description} No effect: {status.notice}."}
+    if status.refused:
+        return {"description": f"{description} Refused: {status.refused}."}
+    return {"description": f"{description} Left out: {status.derived}."} if status.derived else {}
