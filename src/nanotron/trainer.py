@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +25,7 @@ from nanotron.launch.folder import run_directory
 from nanotron.layout import parameter_specs
 from nanotron.logging import get_logger
 from nanotron.mesh import Mesh
+from nanotron.metrics.profiler import profiled
 from nanotron.metrics.record import Metrics
 from nanotron.optim.lr import learning_rate
 from nanotron.step import ControlWord, Outcome, Training
@@ -72,7 +73,8 @@ def train(
     )
     run = Run(config, mesh, training, feed, metrics, saver, step=start.step)
     try:
-        with _signals(run), _located(run):
+        profiler = profiled(config.profiler, mesh.rank, run_directory(config))
+        with _signals(run), _located(run), profiler as run.after_step:
             return run.to_the_end()
     finally:
         feed.close()
@@ -143,6 +145,7 @@ class Run:
     step: int
     """Steps made so far."""
     told_to_stop: bool = False
+    after_step: Callable[[], None] = field(default=lambda: None)
 
     def __post_init__(self) -> None:
         self._unread: deque[_Made] = deque()
@@ -185,6 +188,7 @@ class Run:
             self.step + 1, data.microbatches, save=self._minutes_are_over(), stop=self.told_to_stop
         )
         self.step += 1
+        self.after_step()
         samples, tokens = sum(self.feed.consumed.values()), self.feed.consumed_tokens
         self._unread.append(_Made(self.step, word, data, samples, tokens))
         for line in self.saver.poll():
