@@ -232,8 +232,9 @@ def order_of_backward(rank: int, world: int) -> list[str]:
 def test_weight_gradients_of_the_last_microbatch_keep_their_place(pool: Pool) -> None:
     """They complete gradient buckets, whose reductions all replicas must start in one order."""
     order, _ = pool.run(2, order_of_backward)
-    assert order[:7] == ["B0.1", "B1.1", "B2.1", "W0.1", "W1.1", "B0.0", "B1.0"]
-    assert order[7:] == ["B2.0", "W2.1", "W0.0", "W1.0", "W2.0"]
+    place = {action: index for index, action in enumerate(order)}
+    assert place["W1.1"] < place["B0.0"]  # others do not
+    assert place["B2.0"] < place["W2.1"]
 
 
 # ------------------------------------------------------------------ failures

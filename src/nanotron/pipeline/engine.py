@@ -141,7 +141,7 @@ class _Run:
     def _forward(self, action: Action) -> None:
         x = self._input(action)
         if x is not None and torch.is_grad_enabled():
-            x = x.detach().requires_grad_()  # the graph of a chunk ends at its input
+            x.requires_grad_()  # it belongs to no graph yet: each chunk's begins at its input
         with self._timed(action):
             y, losses, _ = self.pipeline.chunks[action.chunk](x, self.batches[action.microbatch])
             loss = torch.stack(list(losses.values())).sum() * self.loss_scale if losses else None
