@@ -14,6 +14,8 @@ from nanotron.checkpoint.format import STATE, box_key, shard_name
 from nanotron.checkpoint.read import DTYPES, Tensors
 from nanotron.checkpoint.retention import delete_step
 from nanotron.checkpoint.storage import open_folder, read_text
+from nanotron.config.keys import dotted, status_of, walk
+from nanotron.config.messages import show
 from nanotron.config.model import AnyModelConfig
 from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open_weights
@@ -102,14 +104,22 @@ def read_model_config(path: str) -> ModelConfig:
 
 
 def parse_model_config(values: dict[str, Any], where: str) -> ModelConfig:
-    """The family's config for plain values."""
+    """The family's config for plain values; raises ConfigError for what is wrong or not available here."""
     try:
-        return TypeAdapter(AnyModelConfig).validate_python(values)
+        config: ModelConfig = TypeAdapter(AnyModelConfig).validate_python(values)
     except ValidationError as error:
         lines = (
             f"{where}: {'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()
         )
         raise ConfigError(list(lines)) from error
+    refused = [
+        f"{where}: {dotted(path)}: {show(value)} is refused: {status_of(info).refused}"
+        for path, value, info in walk(config)
+        if status_of(info).refused and value not in status_of(info).allowed
+    ]
+    if refused:
+        raise ConfigError(refused)
+    return config
 
 
 def plain_model_config(config: ModelConfig) -> dict[str, Any]:
