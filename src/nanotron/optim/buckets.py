@@ -29,6 +29,8 @@ from nanotron.mesh import Mesh
 from nanotron.params import Box, ParamSpec, flat_range_boxes
 from nanotron.weight_grads import WeightGrads
 
+_NORM_ROW = 1024  # elements
+
 
 class Chunk(Protocol):
     """What buckets need to know of a model chunk: its parameters by global name, in model order."""
@@ -38,9 +40,9 @@ class Chunk(Protocol):
     @property
     def specs(self) -> dict[str, ParamSpec]: ...
     @property
-    def uses(self) -> dict[str, int]: ...
-    @property
     def weight_grads(self) -> WeightGrads: ...
+    def uses(self, name: str, sequence_length: int) -> int:
+        """How often one microbatch's backward adds to a weight's gradient."""
 
 
 class Treatment(NamedTuple):
@@ -78,9 +80,8 @@ class Bucket:
     norm_shard: slice
     """The range whose squared norm this replica contributes: 1/n of the bucket at every ZeRO stage."""
     group: ProcessGroup | None
-    contributions: int
-    """How many contributions per microbatch make the gradients complete."""
     missing: int = 0
+    """How many contributions must still come before the gradients are complete."""
     works: list[Work] = field(default_factory=list)
 
     def wait(self) -> None:
@@ -115,14 +116,11 @@ class Buckets:
     ) -> None:
         """``tied_stages``: global name -> the pipeline coordinates that hold a copy, for names on several of them."""
         self._mesh, self._zero_stage, self._tied_stages = mesh, zero_stage, tied_stages
+        self._chunks = chunks
         self._by_weight: dict[Tensor, Bucket] = {}
         self.all: list[Bucket] = []
-        uses: dict[Tensor, int] = {}
-        for chunk in chunks:
-            for name, weight in chunk.weights.items():
-                uses[weight] = uses.get(weight, 0) + chunk.uses[name]
         for treatment, names in self._split(chunks, cap_bytes):
-            self.all.append(self._build(treatment, chunks[treatment.chunk], names, grad_dtype(treatment.dtype), uses))
+            self.all.append(self._build(treatment, chunks[treatment.chunk], names, grad_dtype(treatment.dtype)))
         self.all.reverse()  # backward meets the last layers first
         for index, chunk in enumerate(chunks):
             self._attach(chunk, index)
@@ -167,9 +165,7 @@ class Buckets:
             tied=bool(stages),
         )
 
-    def _build(
-        self, treatment: Treatment, chunk: Chunk, names: list[str], grad_dtype: torch.dtype, uses: dict[Tensor, int]
-    ) -> Bucket:
+    def _build(self, treatment: Treatment, chunk: Chunk, names: list[str], grad_dtype: torch.dtype) -> Bucket:
         slots, start = [], 0
         for name in names:
             box = chunk.specs[name].local_box(self._mesh)
@@ -189,7 +185,6 @@ class Buckets:
             shard=share if self._zero_stage else slice(0, len(weights)),
             norm_shard=share,
             group=self._mesh.group(*treatment.reduce_axes),
-            contributions=sum(uses[slot.weight] for slot in slots),
         )
         for slot in slots:
             place = slice(slot.start, slot.start + slot.box.numel)
@@ -212,12 +207,15 @@ class Buckets:
 
     # ------------------------------------------------------------------ each step
 
-    def start(self, microbatches: int) -> None:
+    def start(self, microbatches: int, sequence_length: int) -> None:
         """Begin a step of this many microbatches with zero gradients."""
         self._next = 0
         for bucket in self.all:
             bucket.grads.zero_()
-            bucket.missing = bucket.contributions * microbatches
+            bucket.missing = 0
+        for chunk in self._chunks:
+            for name, weight in chunk.weights.items():
+                self._by_weight[weight].missing += microbatches * chunk.uses(name, sequence_length)
 
     def _ready(self, weight: Tensor) -> None:
         """Count one contribution; start the reduction of every bucket that is complete and next in line."""
@@ -256,9 +254,7 @@ class Buckets:
         total = torch.zeros((), dtype=torch.float64, device=self.all[0].grads.device)
         for bucket in self.all:
             if bucket.treatment.counted:
-                grads = bucket.grads[bucket.norm_shard]
-                precision = torch.promote_types(grads.dtype, torch.float32)
-                total += torch.linalg.vector_norm(grads, dtype=precision).double().square()
+                total += _squared_norm(bucket.grads[bucket.norm_shard])
         return total
 
     def start_gather(self) -> None:
@@ -285,6 +281,15 @@ def _take_autograd_grad(weight_grads: WeightGrads) -> Callable[[Tensor], None]:
         weight_grads.ready(weight)
 
     return take
+
+
+def _squared_norm(flat: Tensor) -> Tensor:
+    """Σ g² in float64. Short rows in float32 first: one float32 sum of a whole bucket is wrong in the fifth digit."""
+    precision = torch.promote_types(flat.dtype, torch.float32)
+    whole = len(flat) // _NORM_ROW * _NORM_ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_ROW), dim=1, dtype=precision)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=precision)
+    return torch.cat([rows, rest[None]]).double().square().sum()
 
 
 def _block(name: str) -> str:
