@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from nanotron.checkpoint.format import Damaged, Entry, parse_header
 from nanotron.errors import ConfigError
 
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "r2"}
 Chunk = bytes | bytearray | memoryview
 CHUNK_BYTES = 4 << 20  # per write, read and checksum call
 
@@ -202,7 +203,8 @@ class RemoteFolder:
 
     def make(self) -> None:
         """Folders of an object store exist with their first file; file systems behind a URL want them made."""
-        self._files.makedirs(self._root, exist_ok=True)
+        if self.path.partition("://")[0] not in OBJECT_STORES:  # there it would create a bucket
+            self._files.makedirs(self._root, exist_ok=True)
 
     def size(self, name: str) -> int:
         return int(self._files.size(f"{self._root}/{name}"))
@@ -224,6 +226,7 @@ class RemoteFolder:
         except BaseException:
             if hasattr(file, "discard"):
                 file.discard()
+                file.closed = True  # or its destructor would try to complete the upload
             raise
         file.close()
 

@@ -1,0 +1,166 @@
+"""Checkpoints behind URLs: an S3 server in another process, and fsspec's own file systems."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.read import load
+from nanotron.checkpoint.resume import agree_resume, find_resume, newest_complete, read_state
+from nanotron.checkpoint.storage import RemoteFolder, open_folder
+from nanotron.checkpoint.write import Saver
+from nanotron.errors import ConfigError
+from nanotron.mesh import Mesh
+from tests.checkpoint.layouts import globals_of, pieces_of, spec, wrong_pieces
+
+SPECS = [spec("a", (65, 8), (("tp", 0),)), spec("b", (2, 6, 8), (("tp", 1),)), spec("c", (5,))]
+KINDS = ("weight", "exp_avg")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of an S3 server that lives as long as this module's tests."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    address = next(found[0] for line in process.stderr if (found := re.search(r"http://127.0.0.1:\d+", line)))
+    yield address
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """A fresh bucket's URL; the environment says where and who, as a user's does."""
+    import s3fs
+
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    name = "b" + re.sub(r"[^a-z0-9]", "", request.node.name.lower())[:50]
+    s3fs.S3FileSystem().mkdir(name)
+    return f"s3://{name}"
+
+
+@pytest.fixture(params=["s3", "memory", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/runs/one"
+    return f"memory://{tmp_path.name}/one" if request.param == "memory" else f"file://{tmp_path}/one"
+
+
+def pieces(mesh: Mesh, *, filled: bool) -> list[Piece]:
+    return pieces_of(SPECS, mesh, globals_of(SPECS, KINDS) if filled else None, zero=True, kinds=KINDS)
+
+
+def save(url: str, *steps: int, **options: int) -> Saver:
+    saver = Saver(url, **options)
+    for step in steps:
+        saver.save(step, pieces(Mesh(), filled=True), {"step": step})
+        assert saver.wait(), saver.poll()
+    return saver
+
+
+def test_a_remote_checkpoint_is_found_verified_and_read_by_another_layout(url: str) -> None:
+    assert find_resume(url, None) is None
+    save(url, 1, 2)
+    found = agree_resume(url, None)
+    assert found is not None
+    assert found.step == 2
+    assert read_state(found.checkpoint) == {"step": 2}
+    for rank in range(6):
+        loaded = pieces(Mesh({"dp": 2, "tp": 3}, rank), filled=False)
+        load(found.checkpoint, loaded)
+        assert wrong_pieces(loaded, globals_of(SPECS, KINDS)) == []
+
+
+def test_a_remote_upload_that_was_cut_short_is_no_checkpoint(url: str) -> None:
+    save(url, 1, 2)
+    open_folder(f"{url}/2").remove("index.json")
+    assert newest_complete(url) == open_folder(f"{url}/1").path
+
+
+def test_remote_damage_is_named_and_the_step_before_it_taken(url: str) -> None:
+    save(url, 1, 2)
+    folder = open_folder(f"{url}/2")
+    shard = "shard-00000-of-00001.safetensors"
+    data = bytearray(b"".join(folder.stream(shard)))
+    data[-2] ^= 1
+    folder.write(shard, [bytes(data)])
+    found = agree_resume(url, None)
+    assert found is not None
+    assert found.step == 1
+    assert f"2/{shard} is damaged" in found.notices[0]
+
+
+def test_old_remote_steps_are_deleted(url: str) -> None:
+    save(url, 1, 2, 3, 4, keep_last_n=2)
+    assert [step for step in range(5) if "index.json" in open_folder(f"{url}/{step}").names()] == [3, 4]
+
+
+def test_a_save_interrupted_in_the_middle_of_an_upload_leaves_no_file(bucket: str) -> None:
+    folder = open_folder(f"{bucket}/run/1")
+
+    def chunks() -> Iterator[bytes]:
+        yield b"x" * (6 << 20)  # more than one part of a multipart upload
+        raise OSError("the source failed")
+
+    with pytest.raises(OSError, match="the source failed"):
+        folder.write("shard", chunks())
+    assert folder.names() == []
+
+
+def test_an_upload_of_many_parts_is_the_same_bytes(bucket: str) -> None:
+    folder = open_folder(f"{bucket}/run")
+    data = torch.randint(0, 256, (13 << 20,), dtype=torch.uint8).numpy().tobytes()
+    folder.write("big", [data[i : i + (4 << 20)] for i in range(0, len(data), 4 << 20)])
+    assert folder.size("big") == len(data)
+    assert bytes(folder.read("big", 5 << 20, 7 << 20)) == data[5 << 20 : 7 << 20]
+    assert b"".join(folder.stream("big")) == data
+
+
+def test_a_bucket_that_is_not_there_is_an_error_of_the_save_and_of_the_resume(bucket: str) -> None:
+    missing = bucket.replace("s3://", "s3://no-") + "/run"
+    saver = Saver(missing)
+    saver.save(1, pieces(Mesh(), filled=True), {})
+    assert not saver.wait()
+    assert "step 1 failed" in saver.poll()[0]
+    with pytest.raises(ConfigError, match="no such folder"):
+        find_resume(missing, missing)
+
+
+def test_only_what_a_rank_needs_is_fetched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not isinstance(open_folder(url), RemoteFolder):
+        pytest.skip("local files are memory-mapped")
+    save(url, 1)
+    fetched = []
+    read = RemoteFolder.read
+
+    def counted(self: RemoteFolder, name: str, start: int = 0, stop: int | None = None) -> object:
+        data = read(self, name, start, stop)
+        fetched.append(len(data) if name.endswith("safetensors") else 0)
+        return data
+
+    monkeypatch.setattr(RemoteFolder, "read", counted)
+    box = pieces(Mesh({"tp": 8}, 3), filled=False)[:1]  # 8 of the 65 rows of one tensor
+    load(f"{url}/1", box)
+    header = int.from_bytes(read(open_folder(f"{url}/1"), "shard-00000-of-00001.safetensors", 0, 8), "little")
+    assert sum(fetched) == 8 + header + box[0].tensor.nbytes
+
+
+def test_an_unknown_scheme_is_a_users_mistake() -> None:
+    with pytest.raises(ConfigError, match="nothing://bucket: cannot be opened"):
+        open_folder("nothing://bucket")
