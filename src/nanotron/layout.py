@@ -13,7 +13,8 @@ from nanotron.metrics.flops import head_flops, layer_flops
 from nanotron.models.existing_names import matching
 from nanotron.models.specs import EMBED, llama_specs
 from nanotron.params import ParamSpec
-from nanotron.pipeline.schedules import Schedule, get_schedule
+from nanotron.pipeline.custom import find_schedule
+from nanotron.pipeline.schedules import Schedule
 from nanotron.pipeline.split import stage_layers
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
 def pipeline_schedule(config: Config) -> Schedule:
     """The run's schedule; also says which rank holds which stage."""
     layout = config.parallelism
-    return get_schedule(layout.pp_engine, layout.pp, layout.pp_virtual_stages)
+    return find_schedule(layout.pp_engine, layout.pp, layout.pp_virtual_stages)
 
 
 def layers_of_stages(config: Config) -> list[tuple[int, int]]:

@@ -38,7 +38,8 @@ class WeightGradients(Protocol):
 class Chunk(Protocol):
     """A piece of the model: (activation or None, microbatch) -> (activation, token-sum losses, metrics)."""
 
-    weight_grads: WeightGradients
+    @property
+    def weight_grads(self) -> WeightGradients: ...
 
     def __call__(self, x: Tensor | None, batch: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]: ...
 

@@ -222,17 +222,12 @@ _FAMILIES = {
 SCHEDULE_NAMES = tuple(_FAMILIES)
 
 
-def num_chunks_of(name: str, virtual_stages: int) -> int:
-    """Chunks per rank of a built-in schedule: `parallelism.pp_virtual_stages` where the schedule leaves it free."""
-    fixed = _FAMILIES[name].virtual_stages
-    return virtual_stages if fixed is None else fixed
-
-
 def get_schedule(name: str, ranks: int, virtual_stages: int = 1) -> Schedule:
-    """A built-in schedule for this many ranks."""
-    family, num_chunks = _FAMILIES[name], num_chunks_of(name, virtual_stages)
-    order = partial(family.order, num_chunks=num_chunks) if family.virtual_stages is None else family.order
-    return Schedule(name, ranks, num_chunks, family.place, order)
+    """A built-in schedule for this many ranks; `virtual_stages` counts where it leaves the chunks per rank free."""
+    family = _FAMILIES[name]
+    if family.virtual_stages is not None:
+        return Schedule(name, ranks, family.virtual_stages, family.place, family.order)
+    return Schedule(name, ranks, virtual_stages, family.place, partial(family.order, num_chunks=virtual_stages))
 
 
 def schedule_problems(name: str, ranks: int, virtual_stages: int, microbatches: int) -> list[str]:
