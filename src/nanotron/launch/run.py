@@ -13,8 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MEETING_TIMEOUT = timedelta(minutes=10)
-OTHERS_WAIT_S = 2.0  # for rank 0 to have printed a mistake that every rank found, before torchrun ends them all
+OTHERS_WAIT_S = 1.0  # for rank 0, which says a mistake that every rank found, to have come as far as blocking SIGTERM
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,16 +64,18 @@ def run_train(argv: Sequence[str] | None = None) -> int:
     config: Config | None = None
     notices: list[str] = []
     mistakes: list[str] = []
-    with _until_said(place):
-        try:
-            config, notices = checked_config(arguments.config_file, arguments.override, world=place.world)
-        except ConfigError as error:
-            mistakes = error.problems
-        if place.num_nodes > 1:  # a machine may miss a file that the others have: all ranks end together
-            peers.meet(MEETING_TIMEOUT)
-            mistakes = peers.exchange_mistakes(mistakes)
-        if mistakes:
-            return _say_once(mistakes, place)
+    # torchrun sends SIGTERM to all ranks as soon as one has exited: not before rank 0 has said why
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        config, notices = checked_config(arguments.config_file, arguments.override, world=place.world)
+    except ConfigError as error:
+        mistakes = error.problems
+    if place.num_nodes > 1:  # a machine may lack a file that the others have: all ranks end together
+        peers.meet(MEETING_TIMEOUT)
+        mistakes = peers.exchange_mistakes(mistakes)
+    if mistakes:
+        return _say_once(mistakes, place)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     assert config is not None
     return _train(config, place, peers, notices, allow_data_change=arguments.allow_data_change)
 
@@ -90,19 +91,6 @@ def checked_config(config_file: str, overrides: Sequence[str], *, world: int | N
     checked = examine(config_file, overrides, world)
     checked.config.general.run = name_of_run(checked.config.general.run)
     return checked.config, checked.notices
-
-
-@contextmanager
-def _until_said(place: Place) -> Iterator[None]:
-    """Hold SIGTERM off rank 0 for as long as it checks: torchrun sends it as soon as any other rank has exited."""
-    if place.rank != 0:
-        yield
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _say_once(mistakes: Sequence[str], place: Place) -> int:

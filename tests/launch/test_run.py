@@ -1,0 +1,232 @@
+"""Runs from their command line: what is printed, what is written, with which code they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanotron.checkpoint.resume import newest_complete
+from nanotron.launch import codes
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+general: {project: tiny, seed: 1, timeout_s: 30}
+parallelism: {tp: 2, pp: 2}
+model:
+  dtype: float32
+  model_config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, vocab_size: 64}
+tokens: {sequence_length: 16, train_steps: 3, micro_batch_size: 1, batch_accumulation_per_replica: 2}
+optimizer: {learning_rate_scheduler: {learning_rate: 1.0e-3, min_decay_lr: 1.0e-4}}
+checkpoints: {checkpoints_path: run, checkpoint_interval: 100000}
+data_stages: [{name: main, start_training_step: 1, data: {dataset: null}}]
+"""
+ONE_RANK = ["--override=parallelism.tp=1", "--override=parallelism.pp=1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A working directory with a config of 4 ranks."""
+    (tmp_path / "tiny.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def driver(folder: Path, before: str = "", after: str = "") -> str:
+    """A script that runs this rank between two pieces of code; `code` is the rank's exit code."""
+    path = folder / "driver.py"
+    start = "import os, sys\nfrom nanotron.launch.run import run_train"
+    path.write_text("\n".join([start, before, "code = run_train()", after, "sys.exit(code)"]))
+    return str(path)
+
+
+def call(folder: Path, *command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=os.environ | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def torchrun(folder: Path, num_ranks: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    return call(folder, *launcher, script, "--config-file", "tiny.yaml", *arguments)
+
+
+def train_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "nanotron.cli", "train", "tiny.yaml", *arguments]
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["lm_loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_four_ranks_under_torchrun_log_once_and_take_their_groups_down(folder: Path) -> None:
+    done = torchrun(folder, 4, str(ROOT / "run_train.py"))
+    assert done.returncode == codes.DONE, done.stderr
+    steps = re.findall(r"iteration: (\d+) / 3 ", done.stdout)
+    assert steps == ["1", "2", "3"], "one line per step, whatever the number of ranks"
+    assert "destroy_process_group" not in done.stderr
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "3"} <= {
+        path.name for path in (folder / "run").iterdir()
+    }
+    environment = json.loads((folder / "run/environment.json").read_text())
+    assert environment["layout"] == {"pp": 2, "dp": 1, "cp": 1, "tp": 2}
+
+
+def test_one_process_has_no_process_group_imports_little_and_its_losses_are_those_of_four(folder: Path) -> None:
+    after = """
+import torch.distributed as dist
+assert not dist.is_initialized()
+heavy = ("transformers", "datasets", "tensorboard", "wandb", "pandas", "pyarrow", "torch._dynamo", "typer", "rich")
+assert not [name for name in heavy if name in sys.modules]
+"""
+    (folder / "four").mkdir()
+    (folder / "four/tiny.yaml").write_text(CONFIG)
+    one = call(folder, sys.executable, driver(folder, after=after), "--config-file", "tiny.yaml", *ONE_RANK)
+    assert one.returncode == codes.DONE, one.stderr
+    four = call(folder / "four", *train_command())
+    assert four.returncode == codes.DONE, four.stderr
+    assert losses(folder) == pytest.approx(losses(folder / "four"), rel=1e-5)
+
+
+def test_a_mistake_is_printed_once_by_four_ranks_before_any_of_them_imports_torch(folder: Path) -> None:
+    script = driver(folder, after="assert 'torch' not in sys.modules")
+    done = torchrun(folder, 4, script, "--override=parallelism.dp=3")
+    lines = [line for line in done.stderr.splitlines() if "parallelism" in line]
+    assert len(lines) == 1, done.stderr
+    assert "dp=3 · tp=2 · pp=2 makes 12 ranks, but 4 are launched" in lines[0]
+    worker_codes = re.findall(r"exitcode *: (-?\d+)", done.stderr)
+    assert set(worker_codes) == {"2"}
+
+
+def test_a_missing_config_is_the_users_mistake(folder: Path) -> None:
+    done = call(folder, sys.executable, str(ROOT / "run_train.py"), "--config-file", "no.yaml")
+    assert done.returncode == codes.USER_MISTAKE
+    assert "no.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+FAIL_ON_RANK_TWO = """
+import nanotron.step
+good = nanotron.step.Training.step
+def step(self, update, *arguments, **options):
+    if update == 2 and os.environ["RANK"] == "2":
+        raise ValueError("rank two is broken")
+    return good(self, update, *arguments, **options)
+nanotron.step.Training.step = step
+"""
+
+
+def test_every_rank_names_the_one_that_failed_first(folder: Path) -> None:
+    done = torchrun(folder, 4, driver(folder, before=FAIL_ON_RANK_TWO))
+    named = [line for line in done.stderr.splitlines() if line.startswith("failed first: ")]
+    assert named
+    assert all(re.match(r"failed first: rank 2 on .*step 2.*ValueError: rank two is broken$", line) for line in named)
+    assert done.stderr.count("ValueError: rank two is broken\n") - len(named) == 1, "one traceback"
+    record = json.loads((folder / "run/failures/rank-2.json").read_text())
+    assert (record["rank"], record["kind"], record["where"]["step"]) == (2, "own", 2)
+    others = [json.loads((folder / f"run/failures/rank-{rank}.json").read_text()) for rank in (0, 1, 3)]
+    assert {other["kind"] for other in others} == {"peer"}
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:
+    metrics, deadline = folder / "run/metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step was made in time"
+        time.sleep(0.05)
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def start_long_run(folder: Path) -> subprocess.Popen[str]:
+    command = train_command("--override=tokens.train_steps=1000000")
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for_steps(folder, process)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(folder: Path, number: signal.Signals) -> None:
+    process = start_long_run(folder)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == codes.PREEMPTED, errors
+    assert errors.splitlines()[-1] == "stopped after a complete checkpoint; the same command goes on from it"
+    saved = newest_complete(str(folder / "run"))
+    assert saved is not None
+    stopped = len(losses(folder))
+    assert int(Path(saved).name) == stopped
+    again = call(folder, *train_command(f"--override=tokens.train_steps={stopped + 1}"))
+    assert again.returncode == codes.DONE, again.stderr
+    assert len(losses(folder)) == stopped + 1
+
+
+def test_a_killed_rank_is_named_in_the_last_line(folder: Path) -> None:
+    process = start_long_run(folder)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == codes.OUR_BUG
+    assert errors.splitlines()[-1].endswith(": ended by SIGKILL")
+    assert errors.splitlines()[-1].startswith("failed first: rank 1 on ")
+
+
+def test_the_ranks_end_when_their_parent_is_killed(folder: Path) -> None:
+    process = start_long_run(folder)
+    ranks = children(process.pid)
+    assert len(ranks) == 4
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{rank}/stat").exists() for rank in ranks):
+        assert time.monotonic() < deadline, "a rank outlived its parent"
+        time.sleep(0.1)
+
+
+def test_a_file_that_one_machine_lacks_ends_all_ranks_and_names_the_machine(folder: Path) -> None:
+    """Two machines of one rank each, played by two working directories."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    ranks = []
+    for rank, name in enumerate(("first", "second")):
+        machine = folder / name
+        machine.mkdir()
+        (machine / "tiny.yaml").write_text(CONFIG)
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        command = [
+            sys.executable,
+            str(ROOT / "run_train.py"),
+            "--config-file",
+            "tiny.yaml",
+            "--override=parallelism.pp=1",
+        ]
+        if name == "second":
+            command.append("--override=tokens.sequence_length=0")
+        ranks.append(
+            subprocess.Popen(command, cwd=machine, env=os.environ | environment, stderr=subprocess.PIPE, text=True)
+        )
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [codes.USER_MISTAKE] * 2, errors
+    assert re.match(rf"on {re.escape(socket.gethostname())}: .*tokens.sequence_length", errors[0])
+    assert errors[1] == ""
