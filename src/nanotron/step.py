@@ -121,7 +121,7 @@ class Training:
         """
         num_targets = self._count_targets(microbatches)
         self.buckets.wait_gather()
-        self.buckets.start(len(microbatches))
+        self.buckets.start(len(microbatches), sequence_length=microbatches[0].tokens.shape[1])
         losses = self.pipeline.run(microbatches, 1.0 / num_targets)
         self.buckets.finish()
         word = ControlWord(self.buckets.squared_norm(), self._counted(losses), save=save, stop=stop)
@@ -161,6 +161,7 @@ class Training:
                 sequence_parallel=layout.sequence_parallel,
                 recompute=layout.recompute_layer,
                 recompute_allgather=layout.tp_recompute_allgather,
+                loss_chunk=self._config.model.loss_chunk,
                 shared={name: weight for other in chunks for name, weight in other.weights.items()},
             )
             chunks.append(chunk)

@@ -190,7 +190,7 @@ def test_deferred_weight_gradients_equal_immediate_ones_and_each_is_reported_onc
         assert model.weight_grads.take() == []
         through_autograd = {name for name, weight in model.weights.items() if weight.grad is not None}
         assert all("norm" in name for name in through_autograd)
-        assert all(reported.count(name) == model.uses[name] for name in buffers.keys() - through_autograd)
+        assert all(reported.count(name) == model.uses(name, batch.tokens.shape[1]) for name in buffers.keys() - through_autograd)
         found.append({name: buffers[name] for name in buffers.keys() - through_autograd})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 

@@ -53,7 +53,7 @@ def test_reductions_start_in_one_order_whatever_order_gradients_come_in(monkeypa
     buckets = make_buckets(chunk, Mesh(), cap_bytes=1)
     started = []
     monkeypatch.setattr(buckets, "_start_reduction", lambda bucket: started.append(bucket.slots[0].spec.name))
-    buckets.start(microbatches=1)
+    buckets.start(microbatches=1, sequence_length=8)
     for name in chunk.weights:  # first layer first, the opposite of a backward
         chunk.contribute(name, torch.ones(SPECS[0].shape if name == "embed.weight" else chunk.specs[name].shape))
     assert started == [bucket.slots[0].spec.name for bucket in buckets.all]
@@ -62,7 +62,7 @@ def test_reductions_start_in_one_order_whatever_order_gradients_come_in(monkeypa
 def test_a_gradient_that_never_came_is_noticed():
     chunk = ToyChunk(SPECS, Mesh())
     buckets = make_buckets(chunk, Mesh())
-    buckets.start(microbatches=2)
+    buckets.start(microbatches=2, sequence_length=8)
     for name, spec in chunk.specs.items():
         chunk.contribute(name, torch.ones(spec.shape))
     with pytest.raises(AssertionError, match="never came"):
@@ -74,7 +74,7 @@ def reduce_on_rank(rank: int, world: int, zero_stage: int) -> list[tuple[str, Bo
     mesh.create_groups()
     chunk = ToyChunk(SPECS, mesh)
     buckets = make_buckets(chunk, mesh, zero_stage=zero_stage)
-    buckets.start(microbatches=2)
+    buckets.start(microbatches=2, sequence_length=8)
     for microbatch in range(2):
         for name, spec in reversed(chunk.specs.items()):
             chunk.contribute(name, whole(spec, seed=100 * rank + microbatch))

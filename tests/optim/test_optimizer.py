@@ -21,7 +21,7 @@ def build(optimizer_class, dtype=torch.float32, specs=SPECS, **options):
 
 
 def give(chunk, buckets, step: int) -> None:
-    buckets.start(microbatches=1)
+    buckets.start(microbatches=1, sequence_length=8)
     for name, spec in chunk.specs.items():
         chunk.contribute(name, whole(spec, seed=10 * step))
     buckets.finish()
@@ -74,7 +74,7 @@ def test_half_precision_keeps_a_master_copy_that_small_updates_do_not_vanish_fro
     chunk, buckets, optimizer = build(SGD, torch.bfloat16, specs=[norm("norm.weight", 4)])
     start = chunk.weights["norm.weight"].detach().float()
     for _ in range(100):
-        buckets.start(microbatches=1)
+        buckets.start(microbatches=1, sequence_length=8)
         chunk.contribute("norm.weight", torch.full((4,), 0.01))
         buckets.finish()
         optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))

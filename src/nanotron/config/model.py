@@ -44,7 +44,7 @@ class ModelConfig:
     intermediate_size: Derived[Int] = derived(
         "Inner width of the MLP.", "8/3 of hidden_size, rounded up to a multiple of 64", gt=0
     )
-    vocab_size: Derived[Annotated[Int, BeforeValidator(_unset_when_negative)]] = derived(
+    vocab_size: Annotated[Derived[Int], BeforeValidator(_unset_when_negative)] = derived(
         "Number of tokens that the model knows.", "the tokenizer's", gt=0
     )
     max_position_embeddings: Derived[Int] = derived(
@@ -300,5 +300,11 @@ class ModelArgs:
     ddp_bucket_cap_mb: Int = key(
         25,
         "Gradients that data parallelism sums at once, at most, in MiB.",
+        gt=0,
+    )
+    loss_chunk: Int | None = key(
+        None,
+        "Tokens of a row whose logits exist at once: the rest are computed, and computed again in the backward pass,"
+        " chunk by chunk. null is all of them; saves memory where the vocabulary is large.",
         gt=0,
     )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanotron.batch import Batch
+from nanotron.comm import copy_to, gather
 from nanotron.layers import (
     Rotary,
     TensorParallel,
@@ -42,8 +43,7 @@ Make = Callable[[str], nn.Parameter]
 class Llama(nn.Module):
     """One chunk: decoder layers [lo, hi), with the embedding and the head only where they belong.
 
-    ``weights`` maps global names to this chunk's local shards; ``uses`` counts how often a microbatch uses each
-    (twice for a tied embedding whose two ends meet in one chunk). Values are undefined until ``initialize`` or a load.
+    ``weights`` maps global names to this chunk's local shards. Values are undefined until ``initialize`` or a load.
     """
 
     def __init__(
@@ -60,14 +60,17 @@ class Llama(nn.Module):
         sequence_parallel: bool = False,
         recompute: bool = False,
         recompute_allgather: bool = True,
+        loss_chunk: int | None = None,
         shared: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """``shared``: weights of this rank's other chunks, used instead of a second copy of a tied one."""
+        """``loss_chunk``: tokens of a row whose logits exist at once; None: all.
+
+        ``shared``: weights of this rank's other chunks, used instead of a second copy of a tied one.
+        """
         super().__init__()
-        self.config, self.mesh, self.recompute = config, mesh, recompute
+        self.config, self.mesh, self.recompute, self.loss_chunk = config, mesh, recompute, loss_chunk
         self.specs: dict[str, ParamSpec] = {}
         self.weights: dict[str, nn.Parameter] = {}
-        self.uses: dict[str, int] = {}
         self.weight_grads = WeightGrads()
         self.tp = TensorParallel(mesh, self.weight_grads, sequence_parallel, recompute_allgather)
 
@@ -79,7 +82,6 @@ class Llama(nn.Module):
                 else:
                     shape = specs[name].local_box(mesh).shape
                     self.weights[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-            self.uses[name] = self.uses.get(name, 0) + 1
             return self.weights[name]
 
         self.embed = make(EMBED) if embed else None
@@ -96,11 +98,18 @@ class Llama(nn.Module):
             with torch.no_grad():
                 weight.copy_(torch.from_numpy(draw(spec, spec.local_box(self.mesh), seed)))
 
+    def uses(self, name: str, sequence_length: int) -> int:
+        """How often one microbatch's backward adds to a weight's gradient."""
+        as_embedding = self.embed is not None and name == EMBED
+        as_head = self.head is not None and name == head_name(self.config)
+        chunks = -(-sequence_length // self.loss_chunk) if self.loss_chunk else 1
+        return as_embedding + chunks * as_head or 1
+
     def forward(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Run the chunk on one microbatch: (activations for the next chunk, token-sum losses, metrics).
 
-        x: None in the first chunk, else [b, s, d] ([b, s/t, d]). The last chunk returns its logits [b, s, V/t] and
-        losses {"lm": …, "z": …}; the others no losses.
+        x: None in the first chunk, else [b, s, d] ([b, s/t, d]). The last chunk returns losses {"lm": …, "z": …}, and
+        its logits [b, s, V/t] unless they were computed in chunks; the others return no losses.
         """
         if self.embed is not None:
             x = embedding(batch.tokens, self.embed, self._first_row(EMBED), self.tp)  # [b, s] -> [b, s, d]
@@ -114,14 +123,32 @@ class Llama(nn.Module):
         if self.head is None or self.norm is None:
             return x, {}, {}
         x = rms_norm(x, self.norm, self.config.rms_norm_eps)
-        (logits,) = linear(x, [self.head], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, V/t]
-        return logits, self._losses(logits, batch.labels), {}
+        if self.loss_chunk is None:
+            (x,) = linear(x, [self.head], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, V/t]: the logits
+            lm, squared_log_z = cross_entropy(x, batch.labels, self._first_row(head_name(self.config)), self.mesh)
+        else:
+            lm, squared_log_z = self._chunked_loss(x, batch.labels, self.loss_chunk)
+        z_loss = {"z": self.config.z_loss_coefficient * squared_log_z} if self.config.z_loss_enabled else {}
+        return x, {"lm": lm, **z_loss}, {}
 
-    def _losses(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        lm, squared_log_z = cross_entropy(logits, labels, self._first_row(head_name(self.config)), self.mesh)
-        if not self.config.z_loss_enabled:
-            return {"lm": lm}
-        return {"lm": lm, "z": self.config.z_loss_coefficient * squared_log_z}
+    def _chunked_loss(self, x: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Loss sums of x [b, s, d] ([b, s/t, d]), whose logits exist for ``size`` tokens of a row at a time.
+
+        Backward computes each chunk's logits again.
+        """
+
+        def loss_of(part: Tensor, part_labels: Tensor) -> tuple[Tensor, Tensor]:
+            assert self.head is not None
+            (logits,) = linear(part, [self.head], self.tp)  # [b, size, d] -> [b, size, V/t]
+            return cross_entropy(logits, part_labels, self._first_row(head_name(self.config)), self.mesh)
+
+        x = gather(x, self.mesh, "tp", dim=1) if self.tp.sequence_parallel else copy_to(x, self.mesh, "tp")
+        sums = [
+            checkpoint(loss_of, part, part_labels, use_reentrant=False, preserve_rng_state=False)
+            for part, part_labels in zip(torch.split(x, size, 1), torch.split(labels, size, 1), strict=True)
+        ]
+        lm, squared_log_z = zip(*sums, strict=True)
+        return torch.stack(lm).sum(), torch.stack(squared_log_z).sum()
 
     def _first_row(self, name: str) -> int:
         return self.specs[name].local_box(self.mesh).offset[0]
