@@ -161,6 +161,28 @@ def test_only_what_a_rank_needs_is_fetched(url: str, monkeypatch: pytest.MonkeyP
     assert sum(fetched) == 8 + header + box[0].tensor.nbytes
 
 
+def test_a_local_checkpoint_is_copied_to_a_bucket_behind_training(bucket: str, tmp_path: Path) -> None:
+    save(str(tmp_path), 1, 2, 3, copy_to=f"{bucket}/run", keep_last_n=2)
+    for place in (str(tmp_path), f"{bucket}/run"):
+        found = agree_resume(place, None)
+        assert found is not None
+        assert found.step == 3
+        loaded = pieces(Mesh(), filled=False)
+        load(found.checkpoint, loaded)
+        assert wrong_pieces(loaded, globals_of(SPECS, KINDS)) == []
+        assert "index.json" not in open_folder(f"{place}/1").names()
+
+
+def test_a_copy_that_fails_is_reported_and_the_local_checkpoint_counts(bucket: str, tmp_path: Path) -> None:
+    missing = bucket.replace("s3://", "s3://no-")
+    saver = Saver(str(tmp_path), copy_to=missing)
+    saver.save(1, pieces(Mesh(), filled=True), {})
+    assert saver.wait()
+    (line,) = saver.poll()
+    assert line.startswith(f"copy of step 1 to {missing} failed: rank 0: ")
+    assert newest_complete(str(tmp_path)) == f"{tmp_path}/1"
+
+
 def test_an_unknown_scheme_is_a_users_mistake() -> None:
     with pytest.raises(ConfigError, match="nothing://bucket: cannot be opened"):
         open_folder("nothing://bucket")

@@ -146,7 +146,7 @@ def test_a_disk_that_fills_up_after_the_commit_costs_no_checkpoint(tmp_path: Pat
     faulty.room = sum(path.stat().st_size for path in (tmp_path / "1").iterdir())
     saver.save(2, pieces(2.0), {"step": 2})
     assert saver.wait()
-    assert saver.poll() == [f"checkpoint of step 2 is complete, but: No space left on device: {tmp_path}/latest.txt"]
+    assert saver.poll() == [f"checkpoint {tmp_path}/2 is complete, but: No space left on device: {tmp_path}/latest.txt"]
     assert holds(newest_complete(str(tmp_path)), 2.0)
 
 

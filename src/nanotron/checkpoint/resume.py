@@ -90,7 +90,7 @@ def agree_resume(
     A damaged checkpoint is named. ``auto`` then takes the one before it and says so; a path is refused, with the one
     before it as the offer. Raises the same ConfigError on every rank.
     """
-    agreement = Agreement("checkpoint/resume", rank, world, store)
+    agreement = Agreement(f"checkpoint/resume/{checkpoints_path}", rank, world, store)
     automatic = str(resume_checkpoint_path or "auto").lower() in AUTO
     before: int | None = None
     notices: tuple[str, ...] = ()
@@ -223,7 +223,7 @@ def check_shapes(checkpoint: str, shapes: Mapping[str, tuple[int, ...]]) -> None
 
 
 def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:
-    """Refuse data that changed since the checkpoint, unless it is allowed: then the lines are returned, to be printed."""
+    """Refuse data that changed since the checkpoint; when it is allowed, return the lines, to be printed."""
     if changes and not allow_change:
         fix = "put the data back, or continue with --allow-data-change"
         raise ConfigError([f"the data changed since the checkpoint: {line}; {fix}" for line in changes])

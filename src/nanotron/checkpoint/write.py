@@ -85,6 +85,7 @@ class Saver:
 
     ``store`` is torch.distributed's (None for one process). ``keep_last_n`` complete steps are kept, and those that
     ``keep_every`` divides; None keeps all. A save waits at most ``timeout_s`` for other ranks' files.
+    ``copy_to`` is a second folder, such as an object store, that gets every checkpoint once it is complete here.
     """
 
     def __init__(
@@ -96,10 +97,12 @@ class Saver:
         *,
         keep_last_n: int | None = None,
         keep_every: int | None = None,
+        copy_to: str | None = None,
         timeout_s: float = 3600.0,
     ) -> None:
         self.last_complete: int | None = None
         self._folder = open_folder(checkpoints_path)
+        self._copy = open_folder(copy_to) if copy_to else None
         self._rank, self._world = rank, world
         self._keep = (keep_last_n, keep_every)
         self._agreement = Agreement("checkpoint/save", rank, world, store, timeout_s=timeout_s)
@@ -136,25 +139,33 @@ class Saver:
         return self._succeeded
 
     def _run(self, step: int, documents: Mapping[str, str]) -> None:
-        """The writer thread. Whatever happens is reported: a silent thread would hang every other rank."""
-        try:
-            problems = self._write_step(step, documents)
-        except Exception as error:
-            problems = [f"rank {self._rank}: {describe(error)}"]
+        """The writer thread."""
+        problems = self._try(self._folder, step, documents)
         self._succeeded = not problems
-        if not problems:
-            self.last_complete = step
+        if problems:
+            last = self.last_complete
+            standing = "no checkpoint is complete yet" if last is None else f"the last is {last}"
+            self._report(f"checkpoint of step {step} failed, {standing}", problems)
             return
-        last = "no checkpoint is complete yet" if self.last_complete is None else f"the last is {self.last_complete}"
-        self._report(f"checkpoint of step {step} failed, {last}", problems)
+        self.last_complete = step
+        if self._copy:
+            problems = self._try(self._copy, step, documents)
+            self._report(f"copy of step {step} to {self._copy.path} failed", problems)
 
     def _report(self, what: str, problems: list[str]) -> None:
         for line in problems:
             self._errors.put(f"{what}: {line}")
 
-    def _write_step(self, step: int, documents: Mapping[str, str]) -> list[str]:
-        folder = self._folder.join(str(step))
-        question = f"{self._saves}-{step}"
+    def _try(self, place: Folder, step: int, documents: Mapping[str, str]) -> list[str]:
+        """Write a step into a folder of steps; whatever goes wrong is told, or every other rank would hang."""
+        try:
+            return self._write_step(place, step, documents)
+        except Exception as error:
+            return [f"rank {self._rank}: {describe(error)}"]
+
+    def _write_step(self, place: Folder, step: int, documents: Mapping[str, str]) -> list[str]:
+        folder = place.join(str(step))
+        question = f"{self._saves}-{step}{'-copy' if place is self._copy else ''}"
         problems: list[str] = self._agreement.decide(
             f"{question}-open", None, lambda _: attempt(lambda: self._open(folder))
         )
@@ -168,7 +179,7 @@ class Saver:
         if problems:
             attempt(lambda: folder.remove(shard_name(self._rank, self._world)))
         elif self._rank == 0:
-            self._report(f"checkpoint of step {step} is complete, but", attempt(lambda: self._tidy(step)))
+            self._report(f"checkpoint {folder.path} is complete, but", attempt(lambda: self._tidy(place, step)))
         return problems
 
     def _open(self, folder: Folder) -> None:
@@ -219,10 +230,10 @@ class Saver:
             attempt(lambda: folder.remove(INDEX))  # written but perhaps not durable, while shards are about to go
         return problems
 
-    def _tidy(self, step: int) -> None:
+    def _tidy(self, place: Folder, step: int) -> None:
         """Rank 0, after the commit: what may fail without harm to the checkpoint."""
-        self._folder.write(LATEST, [f"{step}\n".encode()])
-        delete_old_steps(self._folder, step, *self._keep)
+        place.write(LATEST, [f"{step}\n".encode()])
+        delete_old_steps(place, step, *self._keep)
 
 
 def key_of(piece: Piece) -> str:
