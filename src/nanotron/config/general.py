@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from nanotron.config.keys import Derived, Float, Int, Lower, Upper, derived, fill, key, required, section
 
@@ -50,6 +52,15 @@ class GeneralArgs:
     )
 
 
+def _schedule_name(value: Any) -> Any:
+    """Accept a built-in schedule's name in any case, also as an enum member; leave a file's name as it is."""
+    value = getattr(value, "name", value)
+    return value.lower() if isinstance(value, str) and "." not in value else value
+
+
+ScheduleName = Annotated[str, BeforeValidator(_schedule_name)]
+
+
 @section
 class ParallelismArgs:
     """The layout: how many ranks share what. It changes speed and memory and nothing else."""
@@ -57,7 +68,9 @@ class ParallelismArgs:
     dp: Int = key(1, "Replicas of the model (data parallelism).", gt=0)
     pp: Int = key(1, "Groups of layers, one after another, on different ranks (pipeline parallelism).", gt=0)
     tp: Int = key(1, "Ranks that share every layer's matrices (tensor parallelism).", gt=0)
-    pp_engine: Lower[str] = key("1f1b", "Pipeline schedule, by name.", min_length=1)
+    pp_engine: ScheduleName = key(
+        "1f1b", "Pipeline schedule, by name, or your own: a `.csv` file, or `file.py:function`.", min_length=1
+    )
     tp_mode: Upper[Literal["ALL_REDUCE", "REDUCE_SCATTER"]] = key(
         "ALL_REDUCE", "How tensor-parallel ranks exchange activations; REDUCE_SCATTER is sequence parallelism."
     )
@@ -144,10 +157,21 @@ class MetricsLoggingArgs:
 
 
 @section
-class ProfilerArgs:
-    """A trace by torch's profiler, on rank 0."""
+class PipelineTraceArgs:
+    """When each action of the pipeline schedule ran: `traces/pipeline-step-*-rank-*.json`, for `nanotron timeline`."""
 
-    profiler_export_path: str | None = required("Folder of the traces.", example="runs/traces")
+    steps: list[Annotated[Int, Field(gt=0)]] = required(
+        "Steps that are recorded; on a GPU they are slower than others.", example=[5], min_length=1
+    )
+
+
+@section
+class ProfilerArgs:
+    """Traces of some steps: by torch's profiler on rank 0, and of the pipeline's schedule on all its ranks."""
+
+    profiler_export_path: str | None = key(
+        None, "Folder of the traces of torch's profiler.", derived="<run_dir>/traces, or none with pipeline_trace"
+    )
     wait: Int = key(1, "Steps of each cycle that are not looked at.", ge=0)
     warmup: Int = key(1, "Steps of each cycle that are traced and thrown away.", ge=0)
     active: Int = key(1, "Steps of each cycle that are kept.", gt=0)
@@ -160,7 +184,14 @@ class ProfilerArgs:
         False, "Write a Chrome trace.", notice="the trace is always written in Chrome's format"
     )
 
+    pipeline_trace: PipelineTraceArgs | None = key(None, "Record when each pipeline action runs; null is never.")
+
+    @property
+    def torch_runs(self) -> bool:
+        """Whether torch's profiler is asked for: always, except by a section that is only about the pipeline."""
+        return self.profiler_export_path is not None or self.pipeline_trace is None
+
     @property
     def last_step(self) -> int:
-        """The step after which the last trace is complete."""
+        """The step after which torch's last trace is complete."""
         return self.skip_first + self.repeat * (self.wait + self.warmup + self.active)

@@ -14,9 +14,12 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(schedules: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON Schema of a config file; `schedules` are the legal values of `parallelism.pp_engine`."""
+    """Return the JSON Schema of a config file; `schedules` are the built-in values of `parallelism.pp_engine`."""
     schema: dict[str, Any] = _for_editors(TypeAdapter(Config).json_schema())
-    schema["$defs"]["ParallelismArgs"]["properties"]["pp_engine"]["enum"] = list(schedules)
+    schema["$defs"]["ParallelismArgs"]["properties"]["pp_engine"]["anyOf"] = [
+        {"enum": list(schedules)},
+        {"pattern": r"\.csv$|\.py:\w+$"},
+    ]
     return {"$schema": DIALECT, "title": "nanotron config", **{k: v for k, v in schema.items() if k != "title"}}
 
 

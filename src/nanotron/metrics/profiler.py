@@ -18,7 +18,7 @@ def profiled(settings: ProfilerArgs | None, rank: int, run_dir: Path) -> Iterato
     Traces go to ``profiler_export_path`` (``<run_dir>/traces`` when null), one ``*.pt.trace.json`` per cycle, which
     Perfetto and TensorBoard's profiler plug-in open.
     """
-    if settings is None or rank != 0:
+    if settings is None or not settings.torch_runs or rank != 0:
         yield lambda: None
         return
     from torch.profiler import profile, schedule, tensorboard_trace_handler
