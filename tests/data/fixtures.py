@@ -22,14 +22,13 @@ def random_documents(count, *, seed=0, vocab_size=257, longest=40):
 
 
 def make_config(**changes):
-    """A tiny config; `changes` go to tokens, but for `data_stages`, `model_config` and `dp`."""
+    """A tiny config; `changes` go to tokens, but for `data_stages`, `tokenizer`, `model_config` and `dp`."""
     model = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 257}
     config = {
         "parallelism": {"dp": changes.pop("dp", 1)},
         "model": {"model_config": {**model, **changes.pop("model_config", {})}},
         "optimizer": {"learning_rate_scheduler": {"learning_rate": 1e-3}},
     }
-    if "data_stages" in changes:
-        config["data_stages"] = changes.pop("data_stages")
+    config |= {name: changes.pop(name) for name in ("data_stages", "tokenizer") if name in changes}
     tokens = {"sequence_length": 8, "micro_batch_size": 2, "batch_accumulation_per_replica": 2, "train_steps": 20}
     return get_config_from_dict({**config, "tokens": {**tokens, **changes}})

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,9 @@ class ArrayFile:
 
     def starts(self, start, stop):
         return self._starts[(self._starts > start) & (self._starts < stop)]
+
+    def targets(self, start, stop):
+        return None
 
     def byte_offset(self, token):
         return token
@@ -191,3 +195,16 @@ def test_a_corpus_of_trillions_of_tokens_costs_no_memory(tmp_path, num_files):
 def test_reading_a_nanoset_opens_no_file_before_the_first_window(nanoset):
     files = open_token_files(str(nanoset))
     assert all(isinstance(file, NanosetFile) and "_mapped" not in vars(file) for file in files)
+
+
+def test_the_loss_file_of_datatrove_says_which_tokens_are_targets(tmp_path):
+    for number, documents in enumerate(([[1, 2, 3], [4, 5]], [[6, 7, 8]])):
+        path = write_nanoset(tmp_path / "a", documents, number=number)
+        if number == 0:
+            Path(f"{path}.loss").write_bytes(bytes([0, 1, 1, 0, 1]))
+    window = TokenWindows("x", open_token_files(str(tmp_path / "a")), 7).window(0)
+    assert window.targets.tolist() == [False, True, True, False, True, True, True, True]
+    assert window.starts.tolist() == [3, 5]
+    Path(f"{tmp_path}/a/00000_unshuffled.ds.loss").write_bytes(b"\1\1")
+    with pytest.raises(ConfigError, match=r"ds.loss: 2 bytes for the 5 tokens"):
+        TokenWindows("x", open_token_files(str(tmp_path / "a")), 7).window(0)

@@ -11,9 +11,7 @@ from nanotron.config.keys import Float, Int, Section, key, required, section
 DEFAULT_STAGE_NAME = "Training"
 
 
-_NOT_TOKENIZED = (
-    "texts are not tokenized while training; do it once, with `nanotron tokenize`, and give that dataset_folder"
-)
+_CACHE = "tokens are kept in data/hf/, keyed by the data set's files, the tokenizer and these keys; delete to redo"
 
 
 def _as_list(value: Any) -> Any:
@@ -88,13 +86,13 @@ class PretrainDatasetsArgs:
     hf_dataset_or_datasets: HuggingFaceNames = required(
         "A name or folder, a list of them, or a mapping to the fraction of each to use.",
         example="stas/openwebtext-10k",
-        refused=_NOT_TOKENIZED,
     )
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
     dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
-    dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.")
+    dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.", notice=_CACHE)
     text_column_name: str = key("text", "Column that holds the text.")
+    streaming: bool = key(False, "Tokenize while training, without a copy on disk; the position is saved.")
 
 
 @section
@@ -104,12 +102,11 @@ class SFTDatasetsArgs:
     hf_dataset_or_datasets: HuggingFaceNames = required(
         "A name or folder, a list of them, or a mapping to the fraction of each to use.",
         example="my/prompts",
-        refused=_NOT_TOKENIZED,
     )
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
     dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
-    dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.")
+    dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.", notice=_CACHE)
     sft_dataloader: bool = key(True, "Marks the kind of data set.", marker=True)
     debug_max_samples: Int | None = key(None, "Use only this many samples.", gt=0)
 
@@ -166,6 +163,7 @@ class DatasetStageArgs:
     start_training_step: Int = required("First step of the stage, counted from 1.", example=1, gt=0)
     data: Section[DataArgs] = key(None, "The data of the stage.", factory=DataArgs)
     sequence_length: Int | None = key(None, "Tokens per sample in this stage.", derived="tokens.sequence_length", gt=0)
+    validation: AnyDataset | None = key(None, "The data set to validate on in this stage; null is none.")
 
 
 def default_stages() -> list[DatasetStageArgs]:

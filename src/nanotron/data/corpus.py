@@ -37,7 +37,7 @@ def is_prepared(folder: str = CORPUS_FOLDER) -> bool:
 def prepare_corpus(folder: str = CORPUS_FOLDER) -> str:
     """Tokenize the corpus into `folder` unless it is there; of many processes one does the work, the others wait."""
     if not is_prepared(folder):
-        with _lock(f"{folder}.lock"):
+        with file_lock(f"{folder}.lock"):
             if not is_prepared(folder):
                 _prepare(folder)
     return folder
@@ -59,7 +59,7 @@ def _prepare(folder: str) -> None:
 
 
 @contextmanager
-def _lock(path: str) -> Iterator[None]:
+def file_lock(path: str) -> Iterator[None]:
     """Hold the file lock `path`; the kernel lets go of it when the process ends, however it ends."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "w") as file:

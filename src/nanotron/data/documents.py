@@ -21,6 +21,7 @@ from nanotron.errors import ConfigError
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".py")
 LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
+ROWS_PER_PIECE = 10_000
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
 
 
@@ -41,13 +42,17 @@ class HubDataset(NamedTuple):
     config_name: str | None = None
     split: str = "train"
     streaming: bool = False
+    fraction: float = 1.0
+    """Of the rows, from the first on; not for streams."""
+    only: bool = False
+    """A name is a data set even where a file or folder of that name exists."""
 
 
 def find_pieces(inputs: Sequence[str], hub: HubDataset, *, piece_size: int) -> list[Piece]:
     """Cut the inputs (files, globs, folders, data set names) into pieces of about `piece_size` bytes."""
     pieces: list[Piece] = []
     for name in inputs:
-        if os.path.isdir(name) and os.path.exists(os.path.join(name, "state.json")):
+        if hub.only or _is_saved_dataset(name):
             pieces += _hub_pieces(name, hub)
             continue
         paths = _find_files(name)
@@ -58,6 +63,11 @@ def find_pieces(inputs: Sequence[str], hub: HubDataset, *, piece_size: int) -> l
         for path in paths:
             pieces += _file_pieces(path, piece_size)
     return pieces
+
+
+def _is_saved_dataset(name: str) -> bool:
+    """Whether save_to_disk of `datasets` wrote this folder."""
+    return os.path.exists(os.path.join(name, "state.json"))
 
 
 def _find_files(name: str) -> list[str]:
@@ -120,8 +130,8 @@ def _hub_pieces(name: str, hub: HubDataset) -> list[Piece]:
     if hub.streaming:
         shards = dataset.num_shards
         return [Piece("hf-streaming", name, number, shards, 0) for number in range(shards)]
-    rows = len(dataset)
-    count = max(1, -(-rows // 10_000))
+    rows = int(len(dataset) * hub.fraction)
+    count = max(1, -(-rows // ROWS_PER_PIECE))
     edges = [rows * number // count for number in range(count + 1)]
     return [Piece("hf", name, start, stop, stop - start) for start, stop in itertools.pairwise(edges)]
 
@@ -135,7 +145,7 @@ def open_hub_dataset(name: str, hub: HubDataset) -> Any:
             f"{name!r} is no file, glob or folder; to read it as a Hugging Face data set: pip install datasets"
         ) from None
     try:
-        if os.path.isdir(name) and os.path.exists(os.path.join(name, "state.json")):
+        if _is_saved_dataset(name):
             dataset = datasets.load_from_disk(name)
             return dataset.to_iterable_dataset() if hub.streaming else dataset
         return datasets.load_dataset(name, hub.config_name, split=hub.split, streaming=hub.streaming)

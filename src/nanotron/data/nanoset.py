@@ -92,6 +92,10 @@ class MappedTokens:
             self._mapped.madvise(mmap.MADV_WILLNEED, page, last_byte - page)
         return np.frombuffer(self._mapped, self.dtype, stop - start, first_byte).astype(np.int64)
 
+    def targets(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """None: every token may be a target."""
+        return None
+
 
 class NanosetFile(MappedTokens):
     """One `.ds` file and its index."""
@@ -140,6 +144,22 @@ class NanosetFile(MappedTokens):
                 "write the index again with `nanotron tokenize`"
             )
         return np.unique(inside) if inside.size else inside
+
+    @cached_property
+    def _loss(self) -> MappedTokens | None:
+        path = f"{self.path}.loss"
+        if not os.path.exists(path):
+            return None
+        loss = MappedTokens(path, "<u1")
+        if loss.num_tokens != self.num_tokens:
+            raise ConfigError(
+                f"{path}: {loss.num_tokens} bytes for the {self.num_tokens} tokens of {self.path}; each has one"
+            )
+        return loss
+
+    def targets(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """What the `.ds.loss` file says, if there is one."""
+        return None if self._loss is None else self._loss.read(start, stop).astype(np.bool_)
 
 
 def find_nanoset_files(folder: str) -> list[str]:

@@ -38,15 +38,18 @@ class NanosetWriter:
         self._dtype = np.dtype(f"<u{token_bytes}")
         self._tokens: BinaryIO = open(f"{path}.partial", "wb")  # noqa: SIM115 (closed by commit or discard)
         self._lengths: list[npt.NDArray[np.int64]] = []
+        self._targets: list[npt.NDArray[np.uint8]] = []
         self.num_tokens = 0
         self.num_documents = 0
 
-    def write(self, documents: Sequence[Sequence[int]]) -> None:
-        """Append documents, each a sequence of token ids."""
+    def write(self, documents: Sequence[Sequence[int]], targets: Sequence[Sequence[bool]] | None = None) -> None:
+        """Append documents, each a sequence of token ids; `targets` says which may be targets (all or no call)."""
         lengths = np.fromiter(map(len, documents), dtype=np.int64, count=len(documents))
         total = int(lengths.sum())
         tokens = np.fromiter(chain.from_iterable(documents), dtype=self._dtype, count=total)
         self._tokens.write(tokens.tobytes())
+        if targets is not None:
+            self._targets.append(np.fromiter(chain.from_iterable(targets), dtype=np.uint8, count=total))
         self._lengths.append(lengths)
         self.num_tokens += total
         self.num_documents += len(documents)
@@ -61,6 +64,9 @@ class NanosetWriter:
             return
         ends = np.cumsum(np.concatenate(self._lengths)).astype("<u8")
         write_atomically(f"{self._path}.index", ends.tobytes())
+        if self._targets:
+            assert sum(map(len, self._targets)) == self.num_tokens, "targets were given for some documents only"
+            write_atomically(f"{self._path}.loss", np.concatenate(self._targets).tobytes())
         text = metadata_text(self._tokenizer, self._dtype.itemsize, self.num_tokens)
         write_atomically(f"{self._path}.metadata", text.encode())
         os.replace(f"{self._path}.partial", self._path)

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanotron.config import Config, DatasetStageArgs, EmbeddedCorpusArgs, NanosetDatasetsArgs
+from nanotron.config import Config, DatasetStageArgs, EmbeddedCorpusArgs, NanosetDatasetsArgs, PretrainDatasetsArgs
 from nanotron.data.corpus import prepare_corpus
 from nanotron.data.dummy import DummySource
+from nanotron.data.nanoset import open_nanoset_file
+from nanotron.data.prepare import hub_datasets, prepare_hub_dataset, prepare_sft_dataset
 from nanotron.data.probe import model_vocab_size
+from nanotron.data.sft import PackedWindows
 from nanotron.data.stage import Stage
 from nanotron.data.token_files import open_token_files
 from nanotron.data.tokenizer import end_of_document_id
@@ -61,7 +64,16 @@ def open_sources(
         return [TokenWindows(dataset.corpus, files, sequence_length, vocab_size=vocab_size)]
     if isinstance(dataset, NanosetDatasetsArgs):
         return _open_folders(config, dataset, sequence_length, vocab_size)
-    raise AssertionError(f"no source reads {type(dataset).__name__}")
+    if isinstance(dataset, PretrainDatasetsArgs):
+        folders = [(name, prepare_hub_dataset(config, dataset, name, hub)) for name, hub in hub_datasets(dataset)]
+        return [
+            TokenWindows(name, open_token_files(folder), sequence_length, vocab_size=vocab_size)
+            for name, folder in folders
+        ]
+    paths = [
+        (name, prepare_sft_dataset(config, dataset, name, hub, sequence_length)) for name, hub in hub_datasets(dataset)
+    ]
+    return [PackedWindows(name, open_nanoset_file(path), sequence_length) for name, path in paths]
 
 
 def _open_folders(

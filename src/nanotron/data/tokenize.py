@@ -4,6 +4,7 @@
     output/00000_unshuffled.ds …        one file triple per shard; visible only when complete
     output/.tokenize/plan.json          the shards and how they are tokenized
     output/.tokenize/00000.json         shard 0 is finished: its documents and tokens
+    output/.tokenize/summary.json       all shards are finished
 
 The same command again continues where it was killed; another input or tokenizer in the same folder is refused.
 """
@@ -17,7 +18,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
@@ -107,7 +108,9 @@ def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
     documents, tokens = (sum(report[key] for report in reports) for key in ("documents", "tokens"))
     if tokens == 0:
         raise ConfigError(f"{', '.join(job.inputs)} hold no text in column {job.column!r}; nothing was written")
-    return Summary(documents, tokens, len(shards), len(shards) - len(pending))
+    summary = Summary(documents, tokens, len(shards), len(shards) - len(pending))
+    write_atomically(os.path.join(job.output, ".tokenize", "summary.json"), json.dumps(asdict(summary)).encode())
+    return summary
 
 
 def _group(pieces: Sequence[Piece], shard_bytes: int) -> Iterator[list[Piece]]:

@@ -46,6 +46,9 @@ class TokenFile(Protocol):
     def starts(self, start: int, stop: int) -> Indices | None:
         """The offsets strictly between start and stop at which a document begins; None: boundaries are unknown."""
 
+    def targets(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
+        """Which of the tokens [start, stop) may be targets; None: all."""
+
     def byte_offset(self, token: int) -> int:
         """Where token number `token` lies in the file, for error messages."""
 
@@ -104,23 +107,26 @@ class TokenWindows:
         start = index * self._sequence_length
         stop = start + self._sequence_length + 1
         number = int(np.searchsorted(self._ends, start, side="right"))
-        parts: list[npt.NDArray[np.int64]] = []
-        starts: list[Indices] | None = []
+        if stop <= self._ends[number]:
+            return self._part(number, start, stop)
+        parts = []
         while start < stop:
-            file = self._files[number]
-            file_start = int(self._ends[number]) - file.num_tokens
-            first, last = start - file_start, min(stop - file_start, file.num_tokens)
-            tokens = self._read(file, first, last)
-            row_offset = sum(map(len, parts))
-            if parts and starts is not None:
-                starts.append(np.array([row_offset]))
-            inside = self._starts(file, first, last, tokens)
-            starts = None if inside is None or starts is None else [*starts, inside - first + row_offset]
-            parts.append(tokens)
-            start = file_start + last
-            number += 1
-        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return Window(tokens, None if starts is None else np.concatenate(starts).astype(np.int64))
+            parts.append(self._part(number, start, min(stop, int(self._ends[number]))))
+            start, number = int(self._ends[number]), number + 1
+        return join(parts)
+
+    def _part(self, number: int, start: int, stop: int) -> Window:
+        """The tokens [start, stop) of the stream, all of them in one file."""
+        file = self._files[number]
+        file_start = int(self._ends[number]) - file.num_tokens
+        first, last = start - file_start, stop - file_start
+        tokens = self._read(file, first, last)
+        starts = file.starts(first, last)
+        if starts is not None:
+            starts = starts - first
+        elif self._eos_id is not None:
+            starts = np.flatnonzero(tokens[:-1] == self._eos_id) + 1
+        return Window(tokens, starts, file.targets(first, last))
 
     def _read(self, file: TokenFile, first: int, last: int) -> npt.NDArray[np.int64]:
         tokens = file.read(first, last)
@@ -132,14 +138,22 @@ class TokenWindows:
             )
         return tokens
 
-    def _starts(self, file: TokenFile, first: int, last: int, tokens: npt.NDArray[np.int64]) -> Indices | None:
-        starts = file.starts(first, last)
-        if starts is None and self._eos_id is not None:
-            starts = np.flatnonzero(tokens[:-1] == self._eos_id) + 1 + first
-        return starts
-
     def fingerprint(self) -> dict[str, Any]:
         """Names and sizes of the files, a hash of the first and of the last MiB, and the number of windows."""
         from nanotron.data.fingerprint import fingerprint_files
 
         return {**fingerprint_files([file.path for file in self._files]), "windows": self._num_windows}
+
+
+def join(parts: Sequence[Window]) -> Window:
+    """Windows end to end; each but the first begins a document."""
+    offsets = np.cumsum([0, *(len(part.tokens) for part in parts)])
+    starts = None
+    if all(part.starts is not None for part in parts):
+        inside = [part.starts + offset for part, offset in zip(parts, offsets, strict=False) if part.starts is not None]
+        starts = np.sort(np.concatenate([offsets[1:-1], *inside]))
+    targets = None
+    if any(part.targets is not None for part in parts):
+        all_of = [np.ones(len(part.tokens), np.bool_) if part.targets is None else part.targets for part in parts]
+        targets = np.concatenate(all_of)
+    return Window(np.concatenate([part.tokens for part in parts]), starts, targets)

@@ -131,12 +131,13 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     """Threads, data that is made on the spot, device, process groups, mesh."""
     import torch
 
+    from nanotron.data.prepare import prepare_data
     from nanotron.layout import mesh_axes, tied_stages
     from nanotron.mesh import Mesh
 
     general, mesh = config.general, Mesh(mesh_axes(config), place.rank)
     set_up_logging(config.logging.log_level, config.logging.log_level_replica, mesh)
-    _prepare_data(config)
+    prepare_data(config)  # before any group's timeout runs
     torch.set_num_threads(num_threads(general.threads_per_rank, place, os.environ))
     device, backend = choose_device(place)
     if place.world > 1:
@@ -149,16 +150,6 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         mesh.create_groups(tied_stages=holders, timeout=timeout)
     logger.info("%s on %s, %s, %d threads per rank", mesh, device, backend, torch.get_num_threads())
     return device, mesh
-
-
-def _prepare_data(config: Config) -> None:
-    """Make the embedded corpus where the config asks for it, before any group's timeout runs."""
-    from nanotron.config import EmbeddedCorpusArgs
-    from nanotron.data.corpus import prepare_corpus
-
-    for stage in config.data_stages:
-        if isinstance(stage.data.dataset, EmbeddedCorpusArgs):
-            prepare_corpus(stage.data.dataset.folder)
 
 
 def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:

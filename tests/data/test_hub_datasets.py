@@ -1,0 +1,177 @@
+"""Hugging Face data sets as a stage's data: tokenized once, cached, and read like any token file."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanotron.batch import IGNORED_LABEL
+from nanotron.data.chat import ChatTemplate
+from nanotron.data.feed import Feed
+from nanotron.data.prepare import prepare_data
+from nanotron.data.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
+from nanotron.errors import ConfigError
+from nanotron.mesh import Mesh
+from tests.data.fixtures import make_config
+
+TEXTS = [f"text number {number} says " + "hello there " * (number % 5 + 1) for number in range(60)]
+CHATML = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer(tmp_path, monkeypatch):
+    """The folder of a small chat tokenizer; the working directory is new."""
+    monkeypatch.chdir(tmp_path)
+    save_tokenizer(train_bpe(TEXTS, 300), "tokenizer", eos=END_OF_TEXT)
+    config = json.loads(Path("tokenizer/tokenizer_config.json").read_text())
+    Path("tokenizer/tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHATML}))
+    return "tokenizer"
+
+
+def save(columns, name="saved"):
+    from datasets import Dataset
+
+    Dataset.from_dict(columns).save_to_disk(name)
+    return name
+
+
+def config_for(tokenizer, dataset, **changes):
+    stages = [{"name": "a", "start_training_step": 1, "data": {"dataset": dataset, **changes.pop("data", {})}}]
+    model = {"vocab_size": 300, **changes.pop("model_config", {})}
+    return make_config(
+        data_stages=stages, model_config=model, tokenizer={"tokenizer_name_or_path": tokenizer}, **changes
+    )
+
+
+def rows(config, steps=1):
+    feed = Feed(config, Mesh(), device=torch.device("cpu"))
+    batches = [batch for step in range(1, steps + 1) for batch in feed.step(step).microbatches]
+    feed.close()
+    return feed, batches
+
+
+def test_a_map_style_data_set_is_tokenized_once_and_cached(tokenizer):
+    config = config_for(tokenizer, {"hf_dataset_or_datasets": save({"text": TEXTS})})
+    prepare_data(config)
+    (folder,) = [path for path in Path("data/hf").iterdir() if path.is_dir()]
+    written = (folder / "00000_unshuffled.ds").stat().st_mtime_ns
+    feed, batches = rows(config)
+    assert (folder / "00000_unshuffled.ds").stat().st_mtime_ns == written
+    stage = feed._stages[0].stage
+    stream = [
+        int(token) for index in range(len(stage.sources[0])) for token in stage.sources[0].window(index).tokens[1:]
+    ]
+    end = load_tokenizer(tokenizer).token_to_id(END_OF_TEXT)
+    whole = [token for text in TEXTS for token in [*load_tokenizer(tokenizer).encode(text).ids, end]]
+    assert stream == whole[1 : 1 + len(stream)]
+    assert all((batch.positions[:, 0] == 0).all() for batch in batches)
+
+
+def test_a_changed_data_set_is_tokenized_again(tokenizer):
+    config = config_for(tokenizer, {"hf_dataset_or_datasets": save({"text": TEXTS})})
+    prepare_data(config)
+    save({"text": TEXTS[:50]})
+    prepare_data(config)
+    assert len([path for path in Path("data/hf").iterdir() if path.is_dir()]) == 2
+
+
+def test_fractions_take_the_first_rows_and_several_data_sets_blend(tokenizer):
+    names = {save({"text": TEXTS}, "one"): 0.5, save({"text": TEXTS[::-1]}, "two"): 1.0}
+    feed, _ = rows(config_for(tokenizer, {"hf_dataset_or_datasets": names}))
+    one, two = feed._stages[0].stage.sources
+    assert (one.name, two.name) == ("one", "two")
+    encoded = [len(encoding.ids) + 1 for encoding in load_tokenizer(tokenizer).encode_batch(TEXTS)]
+    assert (one.num_tokens, two.num_tokens) == (sum(encoded[:30]), sum(encoded))
+
+
+def test_prompts_and_completions_are_packed_whole_with_loss_on_completions_only(tokenizer):
+    prompts, completions = ["what is 1", "say", "why so"], [" it is one", " hello", " because it says"]
+    dataset = {"hf_dataset_or_datasets": save({"prompt": prompts, "completion": completions}), "sft_dataloader": True}
+    config = config_for(
+        tokenizer, dataset, sequence_length=63, micro_batch_size=1, batch_accumulation_per_replica=1,
+        model_config={"is_qwen2_config": True, "_use_doc_masking": True},
+    )  # fmt: skip
+    _, (batch,) = rows(config)
+    encode, end = load_tokenizer(tokenizer).encode, load_tokenizer(tokenizer).token_to_id(END_OF_TEXT)
+    tokens, labels, starts = [], [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        whole = encode(prompt + completion).ids
+        learned = [start >= len(prompt) for start, _ in encode(prompt + completion).offsets]
+        starts += [len(tokens)] * (len(whole) + 1)
+        tokens += [*whole, end]
+        labels += [token if keep else IGNORED_LABEL for token, keep in zip(whole, learned, strict=True)] + [end]
+    used = len(tokens)
+    assert batch.tokens[0].tolist() == tokens + [0] * (63 - used)
+    assert batch.labels[0].tolist() == labels[1:] + [IGNORED_LABEL] * (64 - used)
+    assert batch.doc_starts[0].tolist() == starts + [used] * (63 - used)
+    assert batch.positions[0, :used].tolist() == [number - start for number, start in enumerate(starts)]
+
+
+def test_every_example_is_in_one_row_and_long_ones_are_cut(tokenizer):
+    completions = [" hello" * (number % 9) for number in range(40)] + [" there" * 100]
+    dataset = save({"prompt": ["say"] * 41, "completion": completions})
+    config = config_for(tokenizer, {"hf_dataset_or_datasets": dataset, "sft_dataloader": True}, sequence_length=24)
+    feed, _ = rows(config)
+    source = feed._stages[0].stage.sources[0]
+    encode, end = load_tokenizer(tokenizer).encode, load_tokenizer(tokenizer).token_to_id(END_OF_TEXT)
+    examples = [[*encode("say" + completion).ids, end][:25] for completion in completions]
+    found = []
+    for index in range(len(source)):
+        window = source.window(index)
+        assert len(window.tokens) == 25
+        edges = [0, *window.starts.tolist(), 25]
+        parts = [window.tokens[start:stop].tolist() for start, stop in itertools.pairwise(edges)]
+        found += [part for part in parts if any(part)]
+    assert found == examples
+
+
+def test_chat_messages_are_learned_where_the_assistant_speaks(tokenizer):
+    conversation = [
+        {"role": "user", "content": "hello there"},
+        {"role": "assistant", "content": "it says"},
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": "because"},
+    ]
+    text, learned = ChatTemplate(tokenizer).render(conversation)
+    assert [text[start:stop] for start, stop in learned] == ["it says" + END_OF_TEXT, "because" + END_OF_TEXT]
+    dataset = {"hf_dataset_or_datasets": save({"messages": [conversation] * 3}), "sft_dataloader": True}
+    config = config_for(tokenizer, dataset, sequence_length=100, micro_batch_size=1, batch_accumulation_per_replica=1)
+    _, (batch,) = rows(config)
+    targets = batch.labels[0][batch.labels[0] != IGNORED_LABEL].tolist()
+    spoken = load_tokenizer(tokenizer).decode(targets, skip_special_tokens=False)
+    assert spoken.startswith(f"it says{END_OF_TEXT}because{END_OF_TEXT}")
+
+
+def test_the_template_renders_as_transformers_does(tokenizer):
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(os.path.abspath(tokenizer))
+    conversation = [{"role": "user", "content": "a <b> & 'c'"}, {"role": "assistant", "content": "naïve"}]
+    for prompt in (False, True):
+        expected = theirs.apply_chat_template(conversation, tokenize=False, add_generation_prompt=prompt)
+        assert ChatTemplate(tokenizer).text(conversation, add_generation_prompt=prompt) == expected
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"text": ["a"]}, "row 0 has the columns 'text'; an SFT data set has either 'messages' or"),
+        ({"prompt": ["a"], "completion": [None]}, "row 0 has the columns 'prompt', 'completion'"),
+    ],
+)
+def test_a_data_set_that_is_not_sft_is_refused(tokenizer, columns, message):
+    config = config_for(tokenizer, {"hf_dataset_or_datasets": save(columns), "sft_dataloader": True})
+    with pytest.raises(ConfigError, match=message):
+        prepare_data(config)
+
+
+def test_texts_without_a_tokenizer_are_refused(tokenizer):
+    config = config_for(None, {"hf_dataset_or_datasets": save({"text": TEXTS})})
+    with pytest.raises(ConfigError, match=r"tokenizer.tokenizer_name_or_path: missing"):
+        prepare_data(config)
