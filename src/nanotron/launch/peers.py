@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CLAIM_WAIT_S = 1.0  # how long a rank that lost a peer waits for that peer's own account
 SAY_WAIT_S = 5.0
+LEAVE_WAIT_S = 10.0
 
 
 class Peers:
@@ -78,10 +79,20 @@ class Peers:
         for host, lines in (json.loads(self._store.get(key)) for key in keys):
             for line in lines:
                 machines.setdefault(line, []).append(host)
+        if machines:
+            self._leave_last("check/read")
         return [
             line if len(hosts) == place.num_nodes else f"on {', '.join(hosts)}: {line}"
             for line, hosts in machines.items()
         ]
+
+    def _leave_last(self, topic: str) -> None:
+        """Keep rank 0, where the store may live, until every rank has come here."""
+        assert self._store is not None
+        self._store.add(topic, 1)
+        deadline = time.monotonic() + LEAVE_WAIT_S
+        while self._place.rank == 0 and self._store.add(topic, 0) < self._place.world and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def agree_on(self, topic: str, value: str) -> str:
         """Rank 0's value, on every rank."""
