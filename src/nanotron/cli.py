@@ -52,6 +52,40 @@ def check(
         print(marked(checked), "", *summary(checked.config), sep="\n")
 
 
+@app.command("export-hf")
+def export_hf(
+    checkpoint: Annotated[str, typer.Argument(help="A step, or a folder of steps; may be a URL.", show_default=False)],
+    target: Annotated[str, typer.Argument(help="Folder to write; may be a URL.", show_default=False)],
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, float16 or float64.", show_default="the weights' own"),
+    ] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face model folder: safetensors, config.json, tokenizer."""
+    from nanotron.convert.exporting import export_hf as run
+
+    for notice in run(checkpoint, target, dtype=dtype):
+        print(notice, file=sys.stderr)
+    print(f"{target}: a Hugging Face model, made from {checkpoint}")
+
+
+@app.command("import-hf")
+def import_hf(
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A Hugging Face model folder, or a checkpoint of the existing Nanotron.", show_default=False
+        ),
+    ],
+    target: Annotated[str, typer.Argument(help="Folder of checkpoints to write step 0 into.", show_default=False)],
+) -> None:
+    """Turn a Hugging Face model, or an existing Nanotron's checkpoint, into a checkpoint (weights only)."""
+    from nanotron.convert.importing import import_weights
+
+    checkpoint = import_weights(source, target)
+    print(f"{checkpoint}: train on from it with model.init_method: {{path: {checkpoint}}}")
+
+
 @app.command()
 def init(
     preset: Annotated[str, typer.Option(help="Size of the model: tiny, 160m, 1b, 8b or 70b.")] = "tiny",
@@ -71,6 +105,19 @@ def init(
     else:
         output.write_text(text, encoding="utf-8")
         print(f"{output}: next, `nanotron check {output}` and `nanotron train {output}`")
+
+
+@app.command()
+def inspect(
+    path: Annotated[str, typer.Argument(help="A step's folder, or the folder of the steps.", show_default=False)],
+) -> None:
+    """Show what a checkpoint holds (step, layout, sizes, the norm of each tensor) and verify every byte of it."""
+    from nanotron.checkpoint.inspect import inspect_checkpoint, is_checkpoint
+
+    if not is_checkpoint(path):
+        raise ConfigError(f"{path}: neither a step (index.json) nor a folder of steps")
+    for line in inspect_checkpoint(path):
+        print(line)
 
 
 @app.command()

@@ -41,14 +41,11 @@ def test_step_layout_sizes_and_norms_are_shown(saved: Path) -> None:
 def test_damage_is_said_and_raised_after_what_can_be_shown(saved: Path) -> None:
     shard = saved / "7" / "shard-00000-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\x00")
-    shown = []
-    with pytest.raises(ConfigError, match=r"shard-00000-of-00001.safetensors is damaged: the checksum of weight/w@0,0"):
-        shown.extend(inspect_checkpoint(str(saved / "7")))
     lines = inspect_checkpoint(str(saved / "7"))
-    with pytest.raises(ConfigError):
-        while True:
-            shown.append(next(lines))
+    shown = [next(lines) for _ in range(10)]
     assert shown[-1] == "integrity    damaged"
+    with pytest.raises(ConfigError, match=r"shard-00000-of-00001.safetensors is damaged: the checksum of weight/w@0,0"):
+        next(lines)
 
 
 def test_a_folder_of_unfinished_steps_is_recognised_and_said_to_be_so(tmp_path: Path, saved: Path) -> None:

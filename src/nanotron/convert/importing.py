@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,8 @@ from nanotron.checkpoint.format import STATE, box_key, shard_name
 from nanotron.checkpoint.read import DTYPES, Tensors
 from nanotron.checkpoint.retention import delete_step
 from nanotron.checkpoint.storage import open_folder, read_text
+from nanotron.config import Config, GeneralArgs, LRSchedulerArgs, ModelArgs, OptimizerArgs, TokensArgs
+from nanotron.config.document import dump
 from nanotron.config.keys import dotted, status_of, walk
 from nanotron.config.messages import show
 from nanotron.config.model import AnyModelConfig
@@ -53,8 +55,10 @@ def import_weights(source: str, target: str, *, step: int = 0, max_shard_bytes: 
         boxes = [_entry(tensor, written.digests[tensor.key]) for tensor in group]
         reports.append({"file": file, "size": written.size, "boxes": boxes, "problems": []})
     copy_tokenizer(open_folder(found.path), folder)
+    run = starter_config(config, Path(target).name, planned[0].dtype).to_dict()
     documents = {
-        "model_config.json": json.dumps(plain_model_config(config), indent=1) + "\n",
+        "config.yaml": dump(run),
+        "model_config.json": json.dumps(run["model"]["model_config"], indent=1) + "\n",
         STATE: json.dumps({"step": step, "imported_from": {"format": found.kind, "path": found.path}}, indent=1) + "\n",
     }
     write_index(step, folder, documents, reports)
@@ -122,12 +126,15 @@ def parse_model_config(values: dict[str, Any], where: str) -> ModelConfig:
     return config
 
 
-def plain_model_config(config: ModelConfig) -> dict[str, Any]:
-    """What a model config says beyond its defaults, as JSON."""
-    plain = TypeAdapter(type(config)).dump_python(config, mode="json")
-    defaults = {field.name: field.default for field in fields(config)}
-    markers = {name for name in plain if name.startswith("is_") and plain[name]}
-    return {name: value for name, value in plain.items() if name in markers or value != defaults[name]}
+def starter_config(model: ModelConfig, name: str, dtype: str) -> Config:
+    """A config that trains the imported model on, all else at its defaults."""
+    length = model.max_position_embeddings or 2048
+    return Config(
+        general=GeneralArgs(project=name or "imported"),
+        model=ModelArgs(model_config=model, dtype=str(DTYPES[dtype]).removeprefix("torch.")),  # type: ignore[arg-type]
+        tokens=TokensArgs(sequence_length=min(length, 2048), micro_batch_size=1, batch_accumulation_per_replica=1),
+        optimizer=OptimizerArgs(learning_rate_scheduler=LRSchedulerArgs(learning_rate=1e-5)),
+    )
 
 
 def _known_keys(values: dict[str, Any]) -> dict[str, Any]:
