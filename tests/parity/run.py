@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +23,24 @@ VOCABULARY = 257
 Piece = tuple[str, tuple[int, ...], Box, Tensor]
 
 
+class Trained(NamedTuple):
+    """What one rank saw: numbers of every step, its parts of the first gradients and of the last weights."""
+
+    lm_loss: list[float]
+    grad_norm: list[float]
+    first_grads: list[Piece]
+    weights: list[Piece]
+
+
 @dataclass
 class Record:
     """What a run did: a number per step, and tensors by global name (whole, whatever the layout was)."""
 
-    lm_loss: list[float] = field(default_factory=list)
-    grad_norm: list[float] = field(default_factory=list)
-    first_grads: dict[str, Tensor] = field(default_factory=dict)
-    weights: dict[str, Tensor] = field(default_factory=dict)
+    lm_loss: list[float]
+    grad_norm: list[float]
+    first_grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    """After the last step."""
 
 
 def config_of(case: Case) -> Config:
@@ -84,8 +94,8 @@ def to_walk(batch: Batch) -> Batch:
     return Batch(walk[:, :-1].contiguous(), walk[:, 1:].masked_fill(missing, IGNORED_LABEL), batch.positions)
 
 
-def train(rank: int, world: int, case: Case) -> tuple[list[float], list[float], list[Piece], list[Piece]]:
-    """Train on this rank: (losses, gradient norms, pieces of the first gradients, pieces of the last weights)."""
+def train(rank: int, world: int, case: Case) -> Trained:
+    """This rank's part of the case."""
     torch.use_deterministic_algorithms(True)
     config = config_of(case)
     mesh = Mesh(mesh_axes(config), rank)
@@ -106,7 +116,7 @@ def train(rank: int, world: int, case: Case) -> tuple[list[float], list[float], 
         for piece in training.pieces()
         if piece.kind == "weight"
     ]
-    return losses, norms, first_grads, weights
+    return Trained(losses, norms, first_grads, weights)
 
 
 def prepare(config: Config, mesh: Mesh) -> Training:
@@ -136,16 +146,17 @@ def gradient_pieces(training: Training) -> Iterator[Piece]:
             yield spec.name, spec.shape, box, view.clone()
 
 
-def record(pool: Pool, case: Case, timeout: float = 120.0) -> Record:
+def record(pool: Pool, case: Case, function: Callable[..., Trained] = train, *args: Any) -> Record:
     """Run a case on its ranks and put its tensors together."""
-    ranks = pool.run(case.world, train, case, timeout=timeout)
-    losses, norms = ranks[0][0], ranks[0][1]
-    assert all(rank[:2] == (losses, norms) for rank in ranks), "the ranks do not know the same numbers"
+    ranks = pool.run(case.world, function, case, *args, timeout=120.0)
+    first = ranks[0]
+    for rank in ranks:
+        assert (rank.lm_loss, rank.grad_norm) == (first.lm_loss, first.grad_norm), "ranks know different numbers"
     return Record(
-        losses,
-        norms,
-        put_together([piece for rank in ranks for piece in rank[2]]),
-        put_together([piece for rank in ranks for piece in rank[3]]),
+        first.lm_loss,
+        first.grad_norm,
+        put_together([piece for rank in ranks for piece in rank.first_grads]),
+        put_together([piece for rank in ranks for piece in rank.weights]),
     )
 
 

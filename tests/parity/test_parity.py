@@ -1,0 +1,106 @@
+"""The layout changes nothing but speed and memory: every layout's numbers are one device's.
+
+A selection in which every pair of options occurs; the whole product is `make parity`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanotron.pipeline.schedules import SCHEDULE_NAMES
+from tests.parity.cases import Case, covering_cases, named_cases, pairs_of, product_cases, schedule_cases
+from tests.parity.compare import difference
+from tests.parity.faults import train_with_fault
+from tests.parity.run import Record, record
+from tests.pool import Pool
+
+
+class References:
+    """The runs on one device that others are compared with, each made once."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._found: dict[Case, Record] = {}
+
+    def of(self, case: Case) -> Record:
+        one_device = case.same_numbers()
+        if one_device not in self._found:
+            self._found[one_device] = record(self._pool, one_device)
+        return self._found[one_device]
+
+
+@pytest.fixture(scope="session")
+def references(pool: Pool) -> References:
+    return References(pool)
+
+
+def test_the_selection_has_every_pair_that_the_product_has() -> None:
+    covered = {pair for case in covering_cases() for pair in pairs_of(case)}
+    assert covered == {pair for case in product_cases() for pair in pairs_of(case)}
+
+
+def test_one_device_learns_so_that_later_steps_depend_on_earlier_updates(references: References) -> None:
+    losses = references.of(Case()).lm_loss
+    assert losses[-1] < losses[0] - 1.0
+
+
+@pytest.mark.parametrize("case", [*covering_cases(), *named_cases(), *schedule_cases(list(SCHEDULE_NAMES))], ids=str)
+def test_layout_has_the_losses_norms_and_gradients_of_one_device(
+    pool: Pool, references: References, case: Case
+) -> None:
+    if case == case.same_numbers():
+        pytest.skip("this is the reference itself")
+    assert not difference(record(pool, case), references.of(case)).problems(case)
+
+
+def test_one_large_microbatch_equals_many_small_ones(pool: Pool, references: References) -> None:
+    for size in (12, 3, 1):
+        case = Case(micro_batch_size=size, dtype="float64")
+        assert not difference(record(pool, case), references.of(case)).problems(case)
+
+
+@pytest.mark.parametrize("dp", [3, 4])
+def test_tied_copies_are_equal_in_every_bit_after_50_steps(pool: Pool, dp: int) -> None:
+    case = Case(dp=dp, pp=2, tied=True, zero_stage=1, micro_batch_size=1, layers=2, steps=50)
+    found = record(pool, case)  # which refuses copies that differ
+    assert "head.weight" not in found.weights
+
+
+def test_bfloat16_is_closer_to_float32_when_gradients_accumulate_in_float32(pool: Pool, references: References) -> None:
+    exact = references.of(Case())
+    errors = []
+    for in_fp32 in (True, False):
+        case = Case(dtype="bfloat16", accumulate_in_fp32=in_fp32, micro_batch_size=1)
+        run = record(pool, case)
+        squares = [(run.first_grads[name].double() - grad).square().sum() for name, grad in exact.first_grads.items()]
+        errors.append((float(torch.stack(squares).sum().sqrt()), abs(run.lm_loss[-1] - exact.lm_loss[-1])))
+    (with_gradients, with_loss), (without_gradients, without_loss) = errors
+    assert with_gradients < without_gradients
+    assert with_loss < 0.05
+    assert without_loss < 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "culprit"),
+    [
+        ("input gradients not summed over tp", Case(tp=2), r"layers\.0\.attn_norm"),
+        ("gathered input's gradient not summed", Case(tp=2, tp_mode="REDUCE_SCATTER"), r"first gradient of layers\."),
+        ("partial and tied gradients not summed", Case(tp=2, tp_mode="REDUCE_SCATTER"), r"norm\.weight"),
+        ("partial and tied gradients not summed", Case(pp=2, tied=True), r"embed\.weight"),
+        ("replicas averaged", Case(dp=2), "first gradient of"),
+    ],
+)
+def test_a_wrong_collective_is_caught_and_the_parameter_named(
+    pool: Pool, references: References, name: str, case: Case, culprit: str
+) -> None:
+    case = replace(case, steps=1)
+    reference = references.of(case)
+    try:
+        problems = difference(record(pool, case, train_with_fault, name), reference).problems(case)
+    except AssertionError as copies_differ:
+        problems = [str(copies_differ)]
+    assert re.search(culprit, "\n".join(problems)), problems
