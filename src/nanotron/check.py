@@ -19,7 +19,9 @@ from nanotron.errors import ConfigError
 from nanotron.layout import layers_of_stages, parameter_specs, pipeline_schedule
 from nanotron.logging import human_format
 from nanotron.models.existing_names import matching
-from nanotron.pipeline.schedules import SCHEDULE_NAMES, schedule_problems
+from nanotron.models.specs import llama_specs
+from nanotron.pipeline.custom import find_problems, is_custom
+from nanotron.pipeline.schedules import SCHEDULE_NAMES
 
 PROBES: list[Rule] = []
 """Questions that look beyond the config: at schedules, parameters and files."""
@@ -52,7 +54,8 @@ def examine(config_file: str | os.PathLike[str], overrides: Sequence[str] = (), 
     config = reading.value()
     if config.model.model_config.vocab_size is None:
         fill(config.model.model_config, "vocab_size", model_vocab_size(config))
-    return Checked(config, reading, [*notices(reading), *_cautions(reading, config)])
+    advice = sorted([*notices(reading), *_cautions(reading, config)], key=lambda problem: problem.place)
+    return Checked(config, reading, [problem.line(reading.name) for problem in advice])
 
 
 def _ask(reading: Reading, config: Config, rules: Sequence[Rule]) -> None:
@@ -63,13 +66,13 @@ def _ask(reading: Reading, config: Config, rules: Sequence[Rule]) -> None:
                 reading.report(path_of(name), text)
 
 
-def _cautions(reading: Reading, config: Config) -> list[str]:
+def _cautions(reading: Reading, config: Config) -> list[Problem]:
     found = [finding for rule in CAUTIONS for finding in rule.ask(config)]
     for name, line in DEFAULTS_THAT_DIFFER.items():
         if path_of(name) not in reading.document.places and (text := line(config)):
             found.append((name, text))
     document = reading.document
-    return [Problem(path_of(name), text, document.place_of(path_of(name))).line(reading.name) for name, text in found]
+    return [Problem(path_of(name), text, document.place_of(path_of(name))) for name, text in found]
 
 
 def summary(config: Config) -> list[str]:
@@ -130,30 +133,34 @@ def _probe(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
 )
 def _schedule_can_run(config: Config) -> Findings:
     layout = config.parallelism
-    if layout.pp_engine not in SCHEDULE_NAMES:
+    if layout.pp_engine not in SCHEDULE_NAMES and not is_custom(layout.pp_engine):
         guess = nearest(layout.pp_engine, SCHEDULE_NAMES)
         hint = f"; did you mean {guess}?" if guess else ""
         yield "parallelism.pp_engine", f"{layout.pp_engine} is not one of {', '.join(SCHEDULE_NAMES)}{hint}"
         return
     microbatches = config.tokens.batch_accumulation_per_replica
-    for line in schedule_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches):
+    for line in find_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches):
         yield _blame(line, "parallelism.pp_engine")
 
 
-@_probe("optimizer.weight_decay_exclude_named_params", "model.model_config", "model.init_method")
+@_probe("optimizer.weight_decay_exclude_named_params", "model.model_config")
 def _patterns_match_parameters(config: Config) -> Findings:
-    names = list(parameter_specs(config))
+    names = list(llama_specs(config.model.model_config))
     for index, pattern in enumerate(config.optimizer.weight_decay_exclude_named_params):
-        if not matching(names, [pattern]):
-            yield (
-                f"optimizer.weight_decay_exclude_named_params[{index}]",
-                f"{pattern} matches no parameter; names are like {names[0]} and {names[2]}",
-            )
+        key = f"optimizer.weight_decay_exclude_named_params[{index}]"
+        try:
+            if not matching(names, [pattern]):
+                yield key, f"{pattern} matches no parameter; names are like {names[0]} and {names[2]}"
+        except re.error as error:
+            yield key, f"{pattern} is not a regular expression: {error}"
 
 
 @_probe("data_stages", "tokenizer", "model.model_config.vocab_size", "tokens.sequence_length")
 def _data_can_be_read(config: Config) -> Findings:
-    yield from ((dotted(problem.path), problem.text) for problem in probe_stages(config))
+    problems = probe_stages(config)
+    about_files = [problem for problem in problems if problem.path[0] == "data_stages"]
+    for problem in about_files or problems:  # what is not there cannot tell its vocabulary either
+        yield dotted(problem.path), problem.text
 
 
 @_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path")

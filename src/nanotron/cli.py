@@ -145,6 +145,51 @@ def schema(
 
 
 @app.command()
+def timeline(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006
+    schedule: Annotated[
+        list[str],
+        typer.Option(help="A schedule to draw. Repeatable, to compare.", show_default="parallelism.pp_engine"),
+    ] = [],  # noqa: B006
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            help="Times of F, B and W: `profile` measures them here, `flops` counts, `1:1:1` gives them for a rank's"
+            " whole share, `trace` takes them from --run.",
+            show_default="trace with --run, else profile",
+        ),
+    ] = None,
+    transfer: Annotated[float, typer.Option(help="Time of one transfer between ranks, in the costs' unit.")] = 0.0,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Folder of a run with a pipeline trace, to draw too.", show_default="")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Traced step of that run.", show_default="its last")] = None,
+    output: Annotated[
+        list[Path],
+        typer.Option(
+            "--output",
+            "-o",
+            help="File to write: .svg, .html, .json (Chrome trace) or .csv (the schedule). Repeatable.",
+            show_default="",
+        ),
+    ] = [],  # noqa: B006
+) -> None:
+    """Draw when every pipeline action of a run will happen, and when it did."""
+    from nanotron.check import check as checked
+    from nanotron.timeline import as_csv, predict
+
+    config = checked(config_file, override)
+    picture = predict(config, costs=costs, transfer=transfer, schedules=schedule, run=run, step=step)
+    print(picture.text())
+    for path in output:
+        if path.suffix == ".csv":
+            path.write_text(as_csv(config), encoding="utf-8")
+        else:
+            picture.write(path)
+
+
+@app.command()
 def tokenize(
     inputs: Annotated[
         list[str] | None,

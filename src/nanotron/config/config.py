@@ -111,8 +111,9 @@ def _plain(value: Any, keep: _Keep) -> Any:
         return [_plain(item, keep) for item in value]
     if not is_section(value):
         return value
-    kept = {name for name, info in fields_of(type(value)).items() if keep(value, name, info)}
-    return {name: _plain(getattr(value, name), keep) for name in fields_of(type(value)) if name in kept}
+    kept = {name: info for name, info in fields_of(type(value)).items() if keep(value, name, info)}
+    plain = {name: _plain(getattr(value, name), keep) for name in kept}
+    return {name: item for name, item in plain.items() if item != {} or kept[name].default_factory is None}
 
 
 def _default(info: FieldInfo) -> Any:

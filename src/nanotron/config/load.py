@@ -15,7 +15,7 @@ from nanotron.config.compatibility import modernise
 from nanotron.config.config import Config
 from nanotron.config.document import Document, Problem, parse
 from nanotron.config.keys import Path, status_of, walk
-from nanotron.config.messages import Mistake, explain, mistakes, show
+from nanotron.config.messages import Mistake, explain, meant, mistakes, show
 from nanotron.config.override import apply_override
 from nanotron.errors import ConfigError
 
@@ -98,15 +98,15 @@ def read_document(name: str, document: Document) -> Reading:
     return reading
 
 
-def notices(reading: Reading) -> list[str]:
-    """Return one line for every key in the file that is accepted but has no effect here."""
+def notices(reading: Reading) -> list[Problem]:
+    """Return a line for every key in the file that is accepted but has no effect here."""
     assert reading.config is not None
     found = []
     for path, value, info in walk(reading.config):
         notice = status_of(info).notice
         if notice and value is not None and path in reading.document.places:
             found.append(Problem(path, f"no effect: {notice}", reading.document.place_of(path)))
-    return [problem.line(reading.name) for problem in sorted(found, key=lambda problem: problem.place)]
+    return found
 
 
 def refuse(reading: Reading) -> None:
@@ -120,7 +120,11 @@ def refuse(reading: Reading) -> None:
 
 
 def _collect(reading: Reading, values: dict[str, Any], found: list[Mistake]) -> None:
-    """Report mistakes and change the values so that validation gets past them."""
+    """Report mistakes and change the values so that validation gets past them.
+
+    A key that is missing because its name is misspelt is one mistake, not two.
+    """
+    reading.broken |= {path for mistake in found if (path := meant(mistake)) and path not in reading.document.places}
     sound = [mistake for mistake in found if reading.is_sound(mistake.path) and not mistake.is_missing_section]
     for mistake in sound:
         reading.report(mistake.path, explain(mistake, _value_at(values, mistake.path)))

@@ -11,8 +11,11 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from nanotron.config.config import Config
-from nanotron.config.keys import Path, dotted, fields_of, section_classes
+from nanotron.config.keys import Path, dotted, fields_of, is_section, section_classes
 from nanotron.config.model import FAMILIES
+
+UNKNOWN = "unexpected_keyword_argument"
+"""What pydantic calls a key that a section does not have."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,11 @@ def explain(mistake: Mistake, value: Any) -> str:
         assert mistake.declaration is not None
         description = (mistake.declaration.description or "").rstrip(".")
         return f"missing: {description[0].lower()}{description[1:]}, e.g. `{mistake.path[-1]}: {mistake.example}`"
-    if mistake.kind == "unexpected_keyword_argument":
+    if mistake.kind == UNKNOWN:
         return _unknown_key(mistake, value)
     if mistake.kind in _WORDS:
         return _WORDS[mistake.kind](show(value), mistake.context)
-    if mistake.kind in ("dataclass_type", "dict_type"):
+    if mistake.kind in ("dataclass_type", "dict_type", "union_tag_invalid"):
         keys = f"; its keys are {', '.join(_keys_of(mistake))}" if _keys_of(mistake) else ""
         return f"{show(value)} where a mapping belongs{keys}"
     if mistake.kind == "literal_error":
@@ -88,13 +91,14 @@ def explain(mistake: Mistake, value: Any) -> str:
 
 def show(value: Any) -> str:
     """Write a value as it would stand in YAML, shortened; lists and mappings by their kind."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) or is_section(value):
         return "a mapping"
     if isinstance(value, list):
-        return "a list" if len(value) > 8 or any(isinstance(item, dict | list) for item in value) else str(value)
+        is_long = len(value) > 8 or any(isinstance(item, dict | list) or is_section(item) for item in value)
+        return "a list" if is_long else f"[{', '.join(show(item) for item in value)}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = str(value)
+    text = str(value).replace("\n", "\\n")
     return text if len(text) <= 60 else text[:57] + "…"
 
 
@@ -114,17 +118,22 @@ def _not_a_choice(expected: str, value: Any) -> str:
     return f"{show(value)} is not one of {', '.join(choices)}{hint}"
 
 
+def meant(mistake: Mistake) -> Path | None:
+    """Return the path of the key that was probably meant by an unknown one."""
+    guess = nearest(str(mistake.path[-1]), fields_of(mistake.owner)) if mistake.kind == UNKNOWN else None
+    return (*mistake.path[:-1], guess) if guess else None
+
+
 def _unknown_key(mistake: Mistake, value: Any) -> str:
-    name = str(mistake.path[-1])
+    name, guess = str(mistake.path[-1]), meant(mistake)
     if name in FAMILIES:
         fix = "leave it out" if not value else "keep the marker of one family"
         return f"the model is read as {mistake.owner.__name__}; {fix}"
-    here = f"no key of {mistake.owner.__name__}"
-    guess = nearest(name, fields_of(mistake.owner))
+    what = "unknown section" if mistake.owner is Config else f"unknown key of {mistake.owner.__name__}"
     elsewhere = [path for path in all_keys() if path[-1] == name]
-    if elsewhere and not (guess and guess.lower() == name.lower()):
-        return f"{here}; it belongs to {dotted(elsewhere[0][:-1]) or 'the top level'}"
-    return f"{here}; did you mean {guess}?" if guess else f"{here}; docs/config.md lists every key"
+    if elsewhere:
+        return f"{what}; it belongs to {dotted(elsewhere[0][:-1]) or 'the top level'}"
+    return f"{what}; did you mean {guess[-1]}?" if guess else f"{what}; docs/config.md lists every key"
 
 
 def all_keys(cls: type[Any] = Config, path: Path = ()) -> list[Path]:

@@ -6,7 +6,6 @@ breach, where key is the one to blame. A caution has the same form but describes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -215,20 +214,21 @@ def _lowest_lr_is_lower(config: Config) -> Findings:
         yield f"{SCHEDULER}.min_decay_lr", f"{scheduler.min_decay_lr} is above learning_rate={scheduler.learning_rate}"
 
 
-@rule("optimizer.weight_decay_exclude_named_params")
-def _patterns_compile(config: Config) -> Findings:
-    for index, pattern in enumerate(config.optimizer.weight_decay_exclude_named_params):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            name = f"optimizer.weight_decay_exclude_named_params[{index}]"
-            yield name, f"{pattern} is not a regular expression: {error}"
+@rule("profiler", TRAIN_STEPS)
+def _traced_steps_are_made(config: Config) -> Findings:
+    trace = config.profiler.pipeline_trace if config.profiler else None
+    late = [step for step in trace.steps if step > config.tokens.train_steps] if trace else []
+    if late:
+        yield (
+            "profiler.pipeline_trace.steps",
+            f"{late} are beyond {TRAIN_STEPS}={config.tokens.train_steps}; name steps that are made",
+        )
 
 
 @rule("profiler", TRAIN_STEPS)
 def _profiler_fits(config: Config) -> Findings:
     profiler, steps = config.profiler, config.tokens.train_steps
-    if profiler is not None and profiler.last_step > steps:
+    if profiler is not None and profiler.torch_runs and profiler.last_step > steps:
         yield (
             "profiler",
             f"its cycles end at step {profiler.last_step} (skip_first + repeat · (wait + warmup + active)), beyond"

@@ -1,0 +1,264 @@
+"""`nanotron check`, `schema` and `init` as a user meets them; what they write down is fresh; the examples are right."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanotron.check import check
+from nanotron.config import get_config_from_file
+from nanotron.config.document import parse
+from nanotron.config.keys import fields_of, status_of
+from nanotron.config.messages import all_keys
+from nanotron.config.presets import PRESETS, starter
+from nanotron.config.reference import reference, status_table
+from nanotron.config.schema import json_schema
+from nanotron.errors import ConfigError
+from nanotron.pipeline.schedules import SCHEDULE_NAMES
+from tests.config.test_mistakes import RIGHT
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+WORLD = {"config_3d.yaml": 8, "config_tiny_llama.yaml": 8}
+
+# The file that every reader of the documentation knows; the example is this text below its comment for editors.
+CONFIG_3D = """\
+parallelism:
+  dp: 2
+  tp: 2
+  pp: 2
+  pp_engine: 1f1b # pipeline schedule
+model:
+  model_config:
+    hidden_size: 2048
+    num_hidden_layers: 24
+    num_attention_heads: 16
+optimizer:
+  learning_rate_scheduler:
+    learning_rate: 3.0e-4
+  optimizer_factory:
+    adam_beta1: 0.9
+    adam_beta2: 0.95
+tokens:
+  sequence_length: 2048
+  micro_batch_size: 4
+  batch_accumulation_per_replica: 8
+"""
+
+
+def nanotron(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command line with torch made impossible to import."""
+    code = "import sys; sys.modules['torch'] = None; from nanotron.cli import main; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def test_check_prints_the_config_with_what_was_defaulted_marked_and_five_lines(tmp_path: Path) -> None:
+    ran = nanotron("check", ROOT / "examples" / "config_3d.yaml", "--nproc", "8", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "  dp: 2\n" in ran.stdout
+    assert "  recompute_layer: false  # default\n" in ran.stdout
+    assert "    head_dim: 128  # default: hidden_size / num_attention_heads\n" in ran.stdout
+    assert ran.stdout.splitlines()[-5:] == [
+        "parameters  1.23B, vocabulary 4096, bfloat16",
+        "tokens      131M in 1000 steps of 64 samples of 2048",
+        "layout      8 ranks: dp 2 · pp 2 (1f1b) · tp 2 (ALL_REDUCE), zero stage 1",
+        "layers      pipeline rank 0: embedding, 0-11 | pipeline rank 1: 12-23, head",
+        "data        1 stage: Training",
+    ]
+    assert [line.split(": ")[1] for line in ran.stderr.splitlines()] == [
+        "model.model_config.intermediate_size",
+        "optimizer.learning_rate_scheduler.min_decay_lr",
+    ]
+
+
+def test_check_resolved_prints_yaml_that_loads_to_the_same_config(tmp_path: Path) -> None:
+    source = ROOT / "examples" / "config_3d.yaml"
+    ran = nanotron("check", source, "--resolved", "--override", "tokens.train_steps=20", cwd=tmp_path)
+    (tmp_path / "resolved.yaml").write_text(ran.stdout)
+    resolved = get_config_from_file(tmp_path / "resolved.yaml")
+    assert resolved == check(source, ["tokens.train_steps=20"])
+    assert resolved.tokens.train_steps == 20
+    again = nanotron("check", tmp_path / "resolved.yaml", "--resolved", cwd=tmp_path)
+    assert (again.stdout, again.stderr) == (ran.stdout, "")  # nothing more to derive, nothing to remark
+
+
+def test_mistakes_end_with_code_2_one_line_each_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(RIGHT.replace("dp: 2", "dp: 0").replace("3e-4", "fast"))
+    ran = nanotron("check", "x.yaml", cwd=tmp_path)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.splitlines() == [
+        "x.yaml:2: parallelism.dp: 0 is out of range; it must be > 0",
+        "x.yaml:12: optimizer.learning_rate_scheduler.learning_rate: fast is not a number",
+    ]
+
+
+@pytest.mark.parametrize("command", ["check", "init", "schema"])
+def test_every_command_and_option_has_help(command: str, tmp_path: Path) -> None:
+    ran = nanotron(command, "--help", cwd=tmp_path)
+    assert ran.returncode == 0
+    described = [line for line in ran.stdout.splitlines() if line.startswith("│") and "--" in line]
+    assert described
+    assert all(len(line.strip("│ ").split("  ")) > 1 for line in described)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_starter_config_is_right_as_it_stands(preset: str, tmp_path: Path) -> None:
+    devices = 64 if preset == "70b" else 8
+    ran = nanotron("init", "--preset", preset, "--gpus", str(devices), "-o", "new.yaml", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert check(tmp_path / "new.yaml", nproc=devices).parallelism.world_size == devices
+    again = nanotron("init", "-o", "new.yaml", cwd=tmp_path)
+    assert (again.returncode, again.stderr) == (
+        2,
+        "--output new.yaml: exists already; name another file, or delete it\n",
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 6, 8, 24])
+def test_a_tiny_starter_config_fits_any_number_of_devices(devices: int, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(starter("tiny", devices))
+    assert check(tmp_path / "x.yaml", nproc=devices)
+
+
+def test_a_model_too_large_for_the_devices_is_refused_with_a_number_that_fits(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="70b does not fit on them with 80 GiB each; use a multiple of 32") as caught:
+        starter("70b", 8)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "x.yaml").write_text(starter("70b", 32))
+    assert check(tmp_path / "x.yaml", nproc=32)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
+def test_an_example_is_right_and_shows_editors_its_schema(file: Path, tmp_path: Path) -> None:
+    assert check(file, nproc=WORLD[file.name])
+    assert file.read_text().startswith("# yaml-language-server: $schema=config.schema.json\n")
+    assert fits(parse(file.read_text()).values, SCHEMA)
+
+
+def test_the_well_known_example_is_word_for_word() -> None:
+    text = (ROOT / "examples" / "config_3d.yaml").read_text()
+    assert "\n".join(text.splitlines()[1:]) + "\n" == CONFIG_3D
+
+
+def test_the_example_script_writes_the_example(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "config_tiny_llama.py"
+    (tmp_path / script.name).write_text(script.read_text())
+    subprocess.run([sys.executable, tmp_path / script.name], check=True, cwd=tmp_path)
+    assert (tmp_path / "config_tiny_llama.yaml").read_text() == script.with_suffix(".yaml").read_text()
+
+
+SCHEMA = json_schema(SCHEDULE_NAMES)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """Tell whether a value satisfies a JSON Schema, as far as ours goes."""
+    if "$ref" in schema:
+        return fits(value, SCHEMA["$defs"][schema["$ref"].rsplit("/", 1)[1]])
+    if "anyOf" in schema:
+        return any(fits(value, choice) for choice in schema["anyOf"])
+    if "const" in schema or "enum" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    kinds = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int}
+    kind = kinds.get(schema.get("type", ""), (int, float))
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # type: ignore[arg-type]
+        return False
+    if isinstance(value, list):
+        return all(fits(item, schema["items"]) for item in value)
+    if isinstance(value, dict) and "properties" in schema:
+        known = schema["properties"]
+        return set(schema.get("required", [])) <= set(value) <= set(known) and all(
+            fits(item, known[name]) for name, item in value.items()
+        )
+    return True
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("dp: 2", "dpp: 2"), ("dp: 2", "dp: two"), ("hidden_size: 64", "hiden_size: 64"), ("dp: 2", "pp_engine: 1f2b")],
+)
+def test_an_editor_marks_a_mistake_by_the_schema(old: str, new: str) -> None:
+    assert fits(yaml.safe_load(RIGHT.replace("3e-4", "3.0e-4")), SCHEMA)
+    assert not fits(yaml.safe_load(RIGHT.replace("3e-4", "3.0e-4").replace(old, new, 1)), SCHEMA)
+
+
+def test_the_schema_in_examples_is_fresh(tmp_path: Path) -> None:
+    printed = nanotron("schema", cwd=tmp_path).stdout
+    assert json.loads(printed) == SCHEMA
+    assert (ROOT / "examples" / "config.schema.json").read_text() == printed, "run: nanotron schema > examples/…"
+
+
+def test_the_reference_is_fresh_and_every_key_is_described() -> None:
+    assert (ROOT / "docs" / "config.md").read_text() == reference(), "run: nanotron schema --format markdown > docs/…"
+    for path in all_keys():
+        assert f"| `{path[-1]}` |" in reference()
+
+
+def test_every_key_is_declared_with_a_description_that_is_a_sentence() -> None:
+    from nanotron.config.config import Config
+    from nanotron.config.keys import section_classes
+
+    sections, todo = set(), [Config]
+    while todo:
+        section = todo.pop()
+        sections.add(section)
+        for name, info in fields_of(section).items():
+            assert info.description, f"{section.__name__}.{name}"
+            assert info.description.endswith("."), f"{section.__name__}.{name}: {info.description}"
+            assert not (status_of(info).notice and status_of(info).refused)
+            todo += [found for found in section_classes(info.annotation) if found not in sections]
+
+
+# The keys of the existing Nanotron that people's files have.
+EXISTING = """
+general: project run seed step consumed_train_samples benchmark_csv_path ignore_sanity_checks
+parallelism: dp pp tp pp_engine tp_mode tp_linear_async_communication recompute_layer tp_recompute_allgather
+  expert_parallel_size context_parallel_size moe_layer_recompute
+model: model_config init_method dtype make_vocab_size_divisible_by ddp_bucket_cap_mb
+model.init_method: std scaling_method use_mup path
+model.model_config: bos_token_id eos_token_id hidden_act hidden_size initializer_range intermediate_size is_llama_config
+  is_qwen2_config is_starcoder2_config max_position_embeddings num_attention_heads num_hidden_layers
+  num_key_value_heads attention_bias pad_token_id pretraining_tp rms_norm_eps rope_scaling rope_theta rope_interleaved
+  tie_word_embeddings use_cache vocab_size _attn_implementation z_loss_enabled z_loss_coefficient
+  rope_seq_len_interpolation_factor flex_attention_mask sliding_window_size no_rope_layer _fused_rotary_emb
+  _fused_rms_norm _use_qkv_packed _use_doc_masking log_attn_probs ring_attn_heads_k_stride moe_config
+tokenizer: tokenizer_name_or_path tokenizer_revision tokenizer_max_length
+tokens: sequence_length train_steps micro_batch_size batch_accumulation_per_replica val_check_interval limit_val_batches
+  limit_test_batches
+optimizer: optimizer_factory zero_stage weight_decay weight_decay_exclude_named_params clip_grad accumulate_grad_in_fp32
+  learning_rate_scheduler
+optimizer.optimizer_factory: name adam_eps adam_beta1 adam_beta2 torch_adam_is_fused
+optimizer.learning_rate_scheduler: learning_rate lr_warmup_steps lr_warmup_style lr_decay_style lr_decay_steps
+  lr_decay_starting_step min_decay_lr
+data_stages[]: name start_training_step sequence_length data
+data_stages[].data: dataset seed num_loading_workers
+data_stages[].data.dataset: hf_dataset_or_datasets hf_dataset_splits hf_dataset_config_name
+  dataset_processing_num_proc_per_process dataset_overwrite_cache text_column_name sft_dataloader debug_max_samples
+  dataset_folder dataset_weights dataset_read_path tokenizer_name vocab_size token_size_in_bytes return_positions
+  skip_in_stream pad_samples_to_global_batch_size dataset_max_tokens shuffle_files use_old_brrr_dataloader
+checkpoints: checkpoints_path checkpoint_interval save_initial_state save_final_state resume_checkpoint_path
+  load_lr_scheduler load_optimizer checkpoints_path_is_shared_file_system
+logging: log_level log_level_replica iteration_step_info_interval
+metrics_logging: log_level log_detail_interval
+profiler: profiler_export_path wait warmup active repeat skip_first record_shapes profile_memory with_stack
+  export_chrome_trace
+s3_upload: upload_s3_path remove_after_upload s5cmd_numworkers s5cmd_concurrency s5cmd_path
+"""
+
+
+def test_the_compatibility_table_is_fresh_and_has_every_key_of_the_existing_nanotron() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    table = re.search(r"<!-- keys:.*?-->\n\n(.*?)\n<!-- end of keys -->", page, flags=re.DOTALL)
+    assert table is not None
+    assert table[1] == status_table(), "run: nanotron schema --format table"
+    for line in re.sub(r"\n  +", " ", EXISTING.strip()).splitlines():
+        section, keys = line.split(": ")
+        missing = [key for key in keys.split() if f"| `{section}.{key}` |" not in table[1]]
+        assert not missing, section

@@ -1,0 +1,117 @@
+"""What is said about wrong configs, word by word; the table is wrong.yaml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanotron.check import check, examine
+from nanotron.errors import ConfigError
+
+TABLE = yaml.safe_load((Path(__file__).parent / "wrong.yaml").read_text(encoding="utf-8"))
+RIGHT: str = TABLE["right"]
+
+
+def text_of(case: dict[str, Any]) -> str:
+    """The wrong config of a case."""
+    text = case.get("text", RIGHT)
+    for old, new in case.get("change", {}).items():
+        assert old in text, f"{old!r} is not in the right config"
+        text = text.replace(old, new, 1)
+    return text + case.get("append", "")
+
+
+def problems(folder: Path, text: str, overrides: list[str] | None = None, nproc: int | None = None) -> list[str]:
+    """The lines said about a config, without the file's name."""
+    file = folder / "x.yaml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        check(file, overrides or [], nproc)
+    return [line.removeprefix(f"{file}:") for line in caught.value.problems]
+
+
+@pytest.fixture(autouse=True)
+def empty_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths of the table lead nowhere."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_config_that_the_table_changes_is_right(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(RIGHT)
+    assert check(tmp_path / "x.yaml", nproc=8).parallelism.world_size == 8
+
+
+def test_the_table_has_forty_cases_of_distinct_names() -> None:
+    names = [case["name"] for case in TABLE["cases"]]
+    assert len(names) == len(set(names)) >= 40
+
+
+@pytest.mark.parametrize("case", TABLE["cases"], ids=lambda case: case["name"])
+def test_a_mistake_is_named_exactly(case: dict[str, Any], tmp_path: Path) -> None:
+    assert problems(tmp_path, text_of(case), case.get("overrides"), case.get("nproc")) == case["says"]
+
+
+def test_a_mistake_in_an_override_names_the_override(tmp_path: Path) -> None:
+    said = problems(tmp_path, RIGHT, ["tokens.train_steps=ten", "parallelism.tp=3", "nonsense", "tokens.x=1"])
+    assert said == [
+        "--override nonsense: not of the form section.key=value",
+        "--override parallelism.tp=3: parallelism.tp: 3 does not divide model.model_config.num_attention_heads=4;"
+        " use 1, 2 or 4",
+        "--override tokens.train_steps=ten: tokens.train_steps: ten is not a whole number",
+        "--override tokens.x=1: tokens.x: unknown key of TokensArgs; docs/config.md lists every key",
+    ]
+
+
+def test_an_override_mends_a_mistake_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(RIGHT.replace("dp: 2", "dp: two").replace("tp: 2", "tp: 2\n  tp: 1"))
+    assert check(file, ["parallelism.dp=1", "parallelism.tp=4"]).parallelism.world_size == 8
+
+
+def test_an_override_of_a_list_item_counts_from_zero(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(RIGHT + "data_stages:\n- {name: a, start_training_step: 1}\n")
+    assert check(file, ["data_stages[0].data.seed=7"]).data_stages[0].data.seed == 7
+    assert problems(tmp_path, file.read_text(), ["data_stages[1].data.seed=7"]) == [
+        "--override data_stages[1].data.seed=7: data_stages[1].data.seed: data_stages is a list of 1;"
+        " name an item by number from 0"
+    ]
+
+
+def test_problems_are_sorted_by_line_and_overrides_come_last(tmp_path: Path) -> None:
+    text = RIGHT.replace("train_steps: 10", "train_steps: 0").replace("dp: 2", "dp: 0").replace("64", "sixty")
+    lines = problems(tmp_path, text, ["logging.log_level=loud"])
+    assert [line.split(":")[0] for line in lines] == ["2", "7", "17", "--override logging.log_level=loud"]
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.yaml: no such file or directory; give the path of a YAML config"):
+        check(tmp_path / "absent.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"model: \xff\xfe")
+    with pytest.raises(ConfigError, match=r"binary.yaml: not a text file \(byte 7 is not UTF-8\)"):
+        check(tmp_path / "binary.yaml")
+
+
+def test_what_is_legal_and_surprising_gets_a_notice(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(
+        RIGHT.replace("hidden_size: 64", "is_qwen2_config: true\n    hidden_size: 64\n    max_position_embeddings: 16")
+        + "data_stages:\n- {name: a, start_training_step: 1}\n- {name: b, start_training_step: 11}\n"
+        + "general: {ignore_sanity_checks: false}\n"
+    )
+    notices = [line.removeprefix(f"{file}:") for line in examine(file).notices]
+    assert notices == [
+        "6: model.model_config.intermediate_size: left out, so 192 (8/3 of hidden_size, rounded up to a multiple of"
+        " 64); the existing Nanotron takes 11008",
+        "6: model.model_config.attention_bias: left out, so Qwen2 has its biases on q, k and v; the existing Nanotron"
+        " leaves them away",
+        "13: optimizer.learning_rate_scheduler.min_decay_lr: left out, so the learning rate stays at 0.0003 after"
+        " warm-up; set it, e.g. to a tenth, for a decay",
+        "16: tokens.sequence_length: 32 is longer than model.model_config.max_position_embeddings=16",
+        "22: data_stages[1].start_training_step: 11 is never reached: tokens.train_steps=10",
+        "23: general.ignore_sanity_checks: no effect: replicas are equal by construction and tested to be; there are no"
+        " checks at run time to switch",
+    ]
