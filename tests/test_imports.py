@@ -35,7 +35,9 @@ MAY_IMPORT = {
     "layout": {"config", "mesh", "params", "models", "pipeline", "metrics"},
     "check": {"config", "mesh", "params", "models", "pipeline", "layout", "data", "checkpoint"},
     "plan": {"config", "mesh", "comm", "params", "models", "pipeline", "optim"},
-    "step": {"*"},
+    "step": {"config", "mesh", "comm", "params", "layout", "models", "pipeline", "optim", "checkpoint"},
+    "stage_costs": {"*", "launch"},
+    "timeline": {"config", "layout", "pipeline", "stage_costs"},
     "trainer": {"*", "launch"},
     "convert": {"config", "mesh", "params", "models", "checkpoint"},
     "generate": {"*", "launch"},
@@ -58,6 +60,7 @@ TORCH_FREE = [
     "nanotron.pipeline.simulate",
     "nanotron.pipeline.split",
     "nanotron.data.probe",
+    "nanotron.timeline",
     "nanotron.check",
     "nanotron.cli",
 ]

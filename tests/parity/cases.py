@@ -141,14 +141,26 @@ def named_cases() -> list[Case]:
 
 
 def schedule_cases(schedules: list[str]) -> list[Case]:
-    """Every registered schedule that the product does not have: untied and tied, alone and with the other axes."""
+    """The registered schedules that the product does not have: alone, and together with the other axes."""
     cases = []
     for name in schedules:
         if name not in OPTIONS["schedule"]:
             cases += [
-                Case(pp=2, schedule=name, micro_batch_size=1),
+                Case(pp=3, layers=6, schedule=name, micro_batch_size=1),
                 Case(pp=2, dp=2, schedule=name, micro_batch_size=1, tied=True, zero_stage=1, dtype="float64"),
-                Case(pp=2, tp=2, schedule=name, micro_batch_size=2, tp_mode="REDUCE_SCATTER", family="qwen2"),
+            ]
+    return cases
+
+
+def schedule_product_cases(schedules: list[str]) -> list[Case]:
+    """The same schedules with more of everything."""
+    cases = []
+    for name in schedules:
+        if name not in OPTIONS["schedule"]:
+            cases += [
+                Case(pp=2, schedule=name, micro_batch_size=1, recompute_layer=True),
+                Case(pp=2, tp=2, schedule=name, tp_mode="REDUCE_SCATTER", family="qwen2"),
+                Case(pp=2, tp=2, dp=2, schedule=name, micro_batch_size=1, zero_stage=1, dtype="float64"),
                 Case(pp=3, layers=6, schedule=name, micro_batch_size=1, tied=True),
             ]
     return cases
