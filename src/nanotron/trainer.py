@@ -6,7 +6,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from types import FrameType
@@ -28,6 +28,7 @@ from nanotron.mesh import Mesh
 from nanotron.metrics.profiler import profiled
 from nanotron.metrics.record import Metrics
 from nanotron.optim.lr import learning_rate
+from nanotron.pipeline.trace import recorder
 from nanotron.step import ControlWord, Outcome, Training
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ def train(
     run = Run(config, mesh, training, feed, metrics, saver, step=start.step)
     try:
         profiler = profiled(config.profiler, mesh.rank, run_directory(config))
+        if config.profiler is not None and config.profiler.pipeline_trace is not None:
+            steps = config.profiler.pipeline_trace.steps
+            run.traced = recorder(training.pipeline, mesh, steps, run_directory(config) / "traces")
         with _signals(run), _located(run), profiler as run.after_step:
             return run.to_the_end()
     finally:
@@ -146,6 +150,8 @@ class Run:
     """Steps made so far."""
     told_to_stop: bool = False
     after_step: Callable[[], None] = field(default=lambda: None)
+    traced: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
+    """What the making of a step, given by its number, happens in."""
 
     def __post_init__(self) -> None:
         self._unread: deque[_Made] = deque()
@@ -184,9 +190,9 @@ class Run:
 
     def _make(self, data: StepData) -> None:
         """One step: the update itself, and what is to be told of it once its control word is read."""
-        word = self.training.step(
-            self.step + 1, data.microbatches, save=self._minutes_are_over(), stop=self.told_to_stop
-        )
+        update, save = self.step + 1, self._minutes_are_over()
+        with self.traced(update):
+            word = self.training.step(update, data.microbatches, save=save, stop=self.told_to_stop)
         self.step += 1
         self.after_step()
         samples, tokens = sum(self.feed.consumed.values()), self.feed.consumed_tokens
