@@ -12,28 +12,38 @@ from typing import Any
 import pytest
 import torch
 
+from nanotron.config import Config, get_config_from_dict
+from nanotron.errors import ConfigError
 from nanotron.mesh import Mesh
 from nanotron.metrics import Metrics
 
 LOSS = 5.512345678901234
 
 
-def config(**logging_keys: Any) -> Any:
-    model_config = SimpleNamespace(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=256,
-    )
-    defaults = {"iteration_step_info_interval": 1, "tensorboard": False, "wandb": False}
-    return SimpleNamespace(
-        general=SimpleNamespace(project="nanotron", run="unit"),
-        model=SimpleNamespace(model_config=model_config, dtype="float32"),
-        tokens=SimpleNamespace(train_steps=100),
-        logging=SimpleNamespace(**(defaults | logging_keys)),
+def config(**logging_keys: Any) -> Config:
+    return get_config_from_dict(
+        {
+            "general": {"run": "unit"},
+            "model": {
+                "dtype": "float32",
+                "model_config": {
+                    "hidden_size": 64,
+                    "intermediate_size": 128,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "vocab_size": 256,
+                },
+            },
+            "tokens": {
+                "sequence_length": 32,
+                "micro_batch_size": 8,
+                "batch_accumulation_per_replica": 1,
+                "train_steps": 100,
+            },
+            "optimizer": {"learning_rate_scheduler": {"learning_rate": 3e-4}},
+            "logging": logging_keys,
+        }
     )
 
 
@@ -155,3 +165,45 @@ print([name for name in ("tensorboard", "wandb") if name in sys.modules])
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.splitlines()[-1] == "[]"
+
+
+class RecordedRun:
+    """Stands in for a Weights & Biases run and keeps what it is given."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.finished = False
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        self.rows.append((step, row))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_weights_and_biases_gets_the_same_numbers_under_an_id_that_a_resumed_run_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[RecordedRun] = []
+
+    def init(**options: Any) -> RecordedRun:
+        runs.append(RecordedRun(**options))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    record(tmp_path, range(1, 3), wandb=True)
+    record(tmp_path, range(3, 5), start_step=2, wandb=True)
+    told = [(step, row) for run in runs for step, row in run.rows]
+    assert told == [(row["step"], {key: row[key] for key in row if key != "step"}) for row in rows(tmp_path)]
+    assert runs[0].options["id"] == runs[1].options["id"]
+    assert all(run.finished for run in runs)
+    assert {run.options["resume"] for run in runs} == {"allow"}
+
+
+def test_without_its_package_weights_and_biases_is_the_users_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match=r"logging\.wandb=true needs the package wandb"):
+        record(tmp_path, range(1, 2), wandb=True)

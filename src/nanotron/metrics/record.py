@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -118,5 +117,5 @@ def _open_sinks(config: Config, run_dir: Path, start_step: int) -> list[Sink]:
         sinks.append(TensorBoard(run_dir / "tensorboard", start_step=start_step))
     if config.logging.wandb:
         general = config.general
-        sinks.append(WeightsAndBiases(run_dir, project=general.project, name=general.run, config=asdict(config)))
+        sinks.append(WeightsAndBiases(run_dir, project=general.project, name=general.run, config=config.to_dict()))
     return sinks
