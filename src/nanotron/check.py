@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from nanotron.checkpoint.resume import find_resume
 from nanotron.config import Config, ExistingCheckpointInit
@@ -161,6 +162,12 @@ def _data_can_be_read(config: Config) -> Findings:
     about_files = [problem for problem in problems if problem.path[0] == "data_stages"]
     for problem in about_files or problems:  # what is not there cannot tell its vocabulary either
         yield dotted(problem.path), problem.text
+
+
+@_probe("logging.wandb")
+def _wandb_is_installed(config: Config) -> Findings:
+    if config.logging.wandb and find_spec("wandb") is None:
+        yield "logging.wandb", "true, but the package wandb is not installed; pip install wandb, or set it to false"
 
 
 @_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path")

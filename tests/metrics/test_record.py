@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanotron.check import check
 from nanotron.config import Config, get_config_from_dict
 from nanotron.errors import ConfigError
 from nanotron.mesh import Mesh
@@ -201,9 +202,14 @@ def test_weights_and_biases_gets_the_same_numbers_under_an_id_that_a_resumed_run
     assert {run.options["resume"] for run in runs} == {"allow"}
 
 
-def test_without_its_package_weights_and_biases_is_the_users_mistake(
+def test_a_config_that_asks_for_a_package_that_is_missing_is_the_users_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logging\.wandb=true needs the package wandb"):
-        record(tmp_path, range(1, 2), wandb=True)
+    asked = config(wandb=True)
+    asked.model.model_config.vocab_size = 4096
+    asked.save_as_yaml(tmp_path / "run.yaml")
+    monkeypatch.setattr("nanotron.check.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"logging\.wandb: true, but the package wandb is not installed"):
+        check(tmp_path / "run.yaml")
+    monkeypatch.setattr("nanotron.check.find_spec", lambda name: "found")
+    assert check(tmp_path / "run.yaml").logging.wandb

@@ -17,8 +17,6 @@ import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanotron.errors import ConfigError
-
 Row = dict[str, "float | int | str"]
 
 
@@ -94,12 +92,8 @@ class WeightsAndBiases:
     """A run in Weights & Biases under the id kept in the run directory, so that a resumed run goes on in place."""
 
     def __init__(self, run_dir: Path, *, project: str, name: str, config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                "logging.wandb=true needs the package wandb; pip install wandb, or set logging.wandb=false"
-            ) from None
+        import wandb
+
         self._run = wandb.init(
             project=project, name=name, id=_kept_id(run_dir / "wandb"), dir=str(run_dir), resume="allow", config=config
         )
