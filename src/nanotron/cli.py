@@ -122,26 +122,17 @@ def inspect(
 
 @app.command()
 def schema(
-    format: Annotated[
-        str,
-        typer.Option(help="json: JSON Schema, for editors. markdown: docs/config.md. table: docs/compatibility.md's."),
-    ] = "json",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/config.md instead, for people.")] = False,
 ) -> None:
-    """Print the definition of a config file: every key with its type, default and meaning."""
+    """Print the JSON Schema of a config file, with which an editor completes keys and marks mistakes."""
     import json
 
-    from nanotron.config.reference import reference, status_table
+    from nanotron.config.reference import reference
     from nanotron.config.schema import json_schema
     from nanotron.pipeline.schedules import SCHEDULE_NAMES
 
-    texts = {
-        "json": lambda: json.dumps(json_schema(SCHEDULE_NAMES), indent=1, ensure_ascii=False) + "\n",
-        "markdown": reference,
-        "table": status_table,
-    }
-    if format not in texts:
-        raise ConfigError(f"--format {format}: not one of {', '.join(texts)}")
-    print(texts[format](), end="")
+    text = reference() if markdown else json.dumps(json_schema(SCHEDULE_NAMES), indent=1, ensure_ascii=False) + "\n"
+    print(text, end="")
 
 
 @app.command()

@@ -24,6 +24,7 @@ from nanotron.errors import ConfigError
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
 from tests.config.test_mistakes import RIGHT
 
+STALE = "run: python tools/write_reference.py"
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 WORLD = {"config_3d.yaml": 8, "config_tiny_llama.yaml": 8}
@@ -168,7 +169,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
         return value in schema.get("enum", [schema.get("const")])
     kinds = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int}
     kind = kinds.get(schema.get("type", ""), (int, float))
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):  # type: ignore[arg-type]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         return False
     if isinstance(value, list):
         return all(fits(item, schema["items"]) for item in value)
@@ -192,11 +193,11 @@ def test_an_editor_marks_a_mistake_by_the_schema(old: str, new: str) -> None:
 def test_the_schema_in_examples_is_fresh(tmp_path: Path) -> None:
     printed = nanotron("schema", cwd=tmp_path).stdout
     assert json.loads(printed) == SCHEMA
-    assert (ROOT / "examples" / "config.schema.json").read_text() == printed, "run: nanotron schema > examples/…"
+    assert (ROOT / "examples" / "config.schema.json").read_text() == printed, STALE
 
 
 def test_the_reference_is_fresh_and_every_key_is_described() -> None:
-    assert (ROOT / "docs" / "config.md").read_text() == reference(), "run: nanotron schema --format markdown > docs/…"
+    assert (ROOT / "docs" / "config.md").read_text() == reference(), STALE
     for path in all_keys():
         assert f"| `{path[-1]}` |" in reference()
 
@@ -257,7 +258,7 @@ def test_the_compatibility_table_is_fresh_and_has_every_key_of_the_existing_nano
     page = (ROOT / "docs" / "compatibility.md").read_text()
     table = re.search(r"<!-- keys:.*?-->\n\n(.*?)\n<!-- end of keys -->", page, flags=re.DOTALL)
     assert table is not None
-    assert table[1] == status_table(), "run: nanotron schema --format table"
+    assert table[1] == status_table(), STALE
     for line in re.sub(r"\n  +", " ", EXISTING.strip()).splitlines():
         section, keys = line.split(": ")
         missing = [key for key in keys.split() if f"| `{section}.{key}` |" not in table[1]]

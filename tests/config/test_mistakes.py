@@ -17,11 +17,12 @@ RIGHT: str = TABLE["right"]
 
 def text_of(case: dict[str, Any]) -> str:
     """The wrong config of a case."""
-    text = case.get("text", RIGHT)
+    text: str = case.get("text", RIGHT)
     for old, new in case.get("change", {}).items():
         assert old in text, f"{old!r} is not in the right config"
         text = text.replace(old, new, 1)
-    return text + case.get("append", "")
+    appended: str = case.get("append", "")
+    return text + appended
 
 
 def problems(folder: Path, text: str, overrides: list[str] | None = None, nproc: int | None = None) -> list[str]:

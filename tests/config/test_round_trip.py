@@ -155,9 +155,9 @@ def place(values: dict[str, Any], path: tuple[str | int, ...], value: Any) -> No
     """Put a value at a path, making mappings on the way."""
     *above, last = path
     for part in above:
-        inside = values.get(str(part))
-        values[str(part)] = values = inside if isinstance(inside, dict) else {}  # type: ignore[assignment]
-        _ = inside
+        if not isinstance(values.get(str(part)), dict):
+            values[str(part)] = {}
+        values = values[str(part)]
     values[str(last)] = value
 
 

@@ -6,6 +6,7 @@ Imports neither torch nor anything that runs a model.
 from nanotron.config.checkpoints import CheckpointsArgs, S3UploadArgs
 from nanotron.config.config import Config
 from nanotron.config.data import (
+    CustomDatasetArgs,
     DataArgs,
     DatasetStageArgs,
     EmbeddedCorpusArgs,
@@ -46,6 +47,7 @@ __all__ = [
     "AdamWOptimizerArgs",
     "CheckpointsArgs",
     "Config",
+    "CustomDatasetArgs",
     "DataArgs",
     "DatasetStageArgs",
     "EmbeddedCorpusArgs",

@@ -111,11 +111,26 @@ class SFTDatasetsArgs:
     debug_max_samples: Int | None = key(None, "Use only this many samples.", gt=0)
 
 
+@section
+class CustomDatasetArgs:
+    """Data that a Python function of yours returns (examples/custom_data.py shows both kinds)."""
+
+    python: str = required(
+        "`file.py:function` or `module:function`; it returns an iterable of documents (texts or lists of token ids), "
+        "or an object with `__len__` and `__getitem__` that gives rows of sequence_length + 1 token ids.",
+        example="examples/custom_data.py:counting",
+        min_length=3,
+    )
+    arguments: dict[str, Any] = key(None, "Keyword arguments of the function.", factory=dict)
+
+
 def _dataset_kind(value: Any) -> str:
     if not isinstance(value, dict):
         return type(value).__name__
     if "corpus" in value:
         return "EmbeddedCorpusArgs"
+    if "python" in value:
+        return "CustomDatasetArgs"
     if "sft_dataloader" in value or "debug_max_samples" in value:
         return "SFTDatasetsArgs"
     return "PretrainDatasetsArgs" if "hf_dataset_or_datasets" in value else "NanosetDatasetsArgs"
@@ -125,7 +140,8 @@ AnyDataset = Annotated[
     Annotated[EmbeddedCorpusArgs, Tag("EmbeddedCorpusArgs")]
     | Annotated[NanosetDatasetsArgs, Tag("NanosetDatasetsArgs")]
     | Annotated[PretrainDatasetsArgs, Tag("PretrainDatasetsArgs")]
-    | Annotated[SFTDatasetsArgs, Tag("SFTDatasetsArgs")],
+    | Annotated[SFTDatasetsArgs, Tag("SFTDatasetsArgs")]
+    | Annotated[CustomDatasetArgs, Tag("CustomDatasetArgs")],
     Discriminator(_dataset_kind),
 ]
 

@@ -17,7 +17,7 @@ REFERENCE_INTRODUCTION = """\
 # Config reference
 
 Every key of a config file, from the one definition in `src/nanotron/config/`; this page is written by
-`nanotron schema --format markdown`. `nanotron check X.yaml` names every mistake in a file at once, and prints it with
+`python tools/write_reference.py`. `nanotron check X.yaml` names every mistake in a file at once, and prints it with
 all keys filled in. Keys without a default have to be written. `nanotron check` says what happens to keys that have no
 effect here; [compatibility.md](compatibility.md) lists them all.
 
