@@ -100,7 +100,7 @@ class Display:
         table.add_row(Text(self._name, style="bold"), bar, f"{self.step}/{self._train_steps}  {share:.0f}%  eta {eta}")
         loss = self._losses[-1]
         style = "bold red" if not math.isfinite(loss) else "bold"
-        table.add_row("loss", sparkline(list(self._losses), WIDTH), Text(f"{loss:.5g}", style=style))
+        table.add_row("loss", sparkline(list(self._losses), WIDTH), Text(f"{loss:.6g}", style=style))
         speed = f"{human_format(row['tokens_per_sec'])} tokens/s"
         per_device = f"{human_format(row['tokens_per_sec_per_device'])} per device"
         mfu = f" · MFU {100 * row['mfu']:.1f}%" if row.get("mfu") else ""
