@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,24 +84,18 @@ class Training:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str) -> None:
         self._config, self._mesh = config, mesh
-        self._specs, self._schedule = parameter_specs(config), pipeline_schedule(config)
-        dtype: torch.dtype = getattr(torch, config.model.dtype)
-        self.chunks = self._build_chunks(dtype, device)
-        self.buckets = Buckets(
-            self.chunks,
-            mesh,
-            grad_dtype=lambda dtype: _grad_dtype(dtype, in_fp32=config.optimizer.accumulate_grad_in_fp32),
-            zero_stage=config.optimizer.zero_stage,
-            tied_stages=tied_stages(config),
-            cap_bytes=config.model.ddp_bucket_cap_mb << 20,
-        )
-        self.optimizer = _build_optimizer(config, self.buckets)
+        schedule, layers = pipeline_schedule(config), layers_of_stages(config)
+        stages = [schedule.placement(mesh.coord("pp"), index) for index in range(schedule.num_chunks)]
+        held = [Held(layers[stage], stage == 0, stage == schedule.num_stages - 1) for stage in stages]
+        self.chunks = build_chunks(config, mesh, held, device)
+        self.buckets = build_buckets(config, mesh, self.chunks)
+        self.optimizer = build_optimizer(config, self.buckets)
         self.pipeline = Pipeline(
             self.chunks,
-            self._schedule,
+            schedule,
             mesh,
             hidden_size=config.model.model_config.hidden_size,
-            dtype=dtype,
+            dtype=getattr(torch, config.model.dtype),
             device=torch.device(device),
             sequence_parallel=config.parallelism.sequence_parallel,
         )
@@ -143,30 +137,6 @@ class Training:
             writes = counted and (self._config.optimizer.zero_stage > 0 or replica == 0)
             yield Piece(kind, spec.name, spec.shape, box, tensor, writes)
 
-    def _build_chunks(self, dtype: torch.dtype, device: torch.device | str) -> list[Llama]:
-        """This rank's chunks; a tied weight whose two ends meet on this rank is one Parameter."""
-        layers, layout = layers_of_stages(self._config), self._config.parallelism
-        chunks: list[Llama] = []
-        for index in range(self._schedule.num_chunks):
-            stage = self._schedule.placement(self._mesh.coord("pp"), index)
-            chunk = Llama(
-                self._config.model.model_config,
-                self._specs,
-                self._mesh,
-                layers=layers[stage],
-                embed=stage == 0,
-                head=stage == len(layers) - 1,
-                dtype=dtype,
-                device=device,
-                sequence_parallel=layout.sequence_parallel,
-                recompute=layout.recompute_layer,
-                recompute_allgather=layout.tp_recompute_allgather,
-                loss_chunk=self._config.model.loss_chunk,
-                shared={name: weight for other in chunks for name, weight in other.weights.items()},
-            )
-            chunks.append(chunk)
-        return chunks
-
     def _count_targets(self, microbatches: Sequence[Batch]) -> Tensor:
         """The number of valid tokens of the whole global batch, which every loss and gradient is divided by."""
         count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in microbatches]).sum().double()
@@ -177,11 +147,56 @@ class Training:
         return losses if self._mesh.coord("tp") == 0 else {}
 
 
+class Held(NamedTuple):
+    """What one chunk holds of the model: layers [lo, hi), and its two ends."""
+
+    layers: tuple[int, int]
+    embed: bool
+    head: bool
+
+
+def build_chunks(config: Config, mesh: Mesh, held: Sequence[Held], device: torch.device | str) -> list[Llama]:
+    """A rank's chunks; a tied weight whose two ends meet on the rank is one Parameter."""
+    specs, layout = parameter_specs(config), config.parallelism
+    chunks: list[Llama] = []
+    for part in held:
+        chunk = Llama(
+            config.model.model_config,
+            specs,
+            mesh,
+            layers=part.layers,
+            embed=part.embed,
+            head=part.head,
+            dtype=getattr(torch, config.model.dtype),
+            device=device,
+            sequence_parallel=layout.sequence_parallel,
+            recompute=layout.recompute_layer,
+            recompute_allgather=layout.tp_recompute_allgather,
+            loss_chunk=config.model.loss_chunk,
+            shared={name: weight for other in chunks for name, weight in other.weights.items()},
+        )
+        chunks.append(chunk)
+    return chunks
+
+
+def build_buckets(config: Config, mesh: Mesh, chunks: Sequence[Llama]) -> Buckets:
+    """The flat weights and gradients of a rank's chunks, which become views of them."""
+    return Buckets(
+        chunks,
+        mesh,
+        grad_dtype=lambda dtype: _grad_dtype(dtype, in_fp32=config.optimizer.accumulate_grad_in_fp32),
+        zero_stage=config.optimizer.zero_stage,
+        tied_stages=tied_stages(config),
+        cap_bytes=config.model.ddp_bucket_cap_mb << 20,
+    )
+
+
 def _grad_dtype(dtype: torch.dtype, *, in_fp32: bool) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if in_fp32 else dtype
 
 
-def _build_optimizer(config: Config, buckets: Buckets) -> Optimizer:
+def build_optimizer(config: Config, buckets: Buckets) -> Optimizer:
+    """The optimizer that the config asks for, on this rank's share of the buckets."""
     factory, weight_decay = config.optimizer.optimizer_factory, config.optimizer.weight_decay
     if factory.name == "sgd":
         return SGD(buckets, weight_decay=weight_decay)
