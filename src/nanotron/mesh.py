@@ -107,15 +107,19 @@ class Mesh:
 
     # ------------------------------------------------------------ process groups
 
-    def create_groups(self, tied_stages: Sequence[int] = (), timeout: timedelta | None = None) -> None:
+    def create_groups(
+        self, tied_stages: Sequence[int] = (), timeout: timedelta | None = None, *, replicas: bool = False
+    ) -> None:
         """Create every communicator this mesh will use; collective over all ranks, always in the same order.
 
         ``tied_stages``: pipeline coordinates that hold copies of one parameter; their ranks get a group of their own.
+        ``replicas``: whether the ranks of each replica need a group, ``group("pp", "cp", "tp")``.
         ``timeout`` of every collective in these groups (torch's default when None).
         Call it once, after ``init_process_group``. Groups of one rank are never created.
         """
         self._timeout = timeout
-        products = [("tp",), ("tp_rep",), ("dp",)]
+        products: list[tuple[str, ...]] = [("tp",), ("tp_rep",), ("dp",)]
+        products += [("pp", "cp", "tp")] if replicas else []
         rank_sets = {other.ranks_along(*axes) for axes in products for other in self._others()}
         if len(set(tied_stages)) > 1:
             rank_sets |= {self._tied_ranks(other, tied_stages) for other in self._others()}

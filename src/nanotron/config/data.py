@@ -179,7 +179,12 @@ class DatasetStageArgs:
     start_training_step: Int = required("First step of the stage, counted from 1.", example=1, gt=0)
     data: Section[DataArgs] = key(None, "The data of the stage.", factory=DataArgs)
     sequence_length: Int | None = key(None, "Tokens per sample in this stage.", derived="tokens.sequence_length", gt=0)
-    validation: AnyDataset | None = key(None, "The data set to validate on in this stage; null is none.")
+    validation: AnyDataset | None = key(
+        None,
+        "The data set to validate on in this stage; null is none.",
+        refused="there is no validation while training; evaluate checkpoints",
+        allowed=(None,),
+    )
 
 
 def default_stages() -> list[DatasetStageArgs]:

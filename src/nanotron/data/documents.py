@@ -191,10 +191,11 @@ def _parse(line: bytes, path: str, offset: int, column: str) -> str:
         raise ConfigError(f"{path}: the line at byte {offset} is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{path}: the line at byte {offset} is not a JSON object")
-    return _text_of(row, column, f"{path}: the line at byte {offset}")
+    return text_of(row, column, f"{path}: the line at byte {offset}")
 
 
-def _text_of(row: dict[str, Any], column: str, where: str) -> str:
+def text_of(row: dict[str, Any], column: str, where: str) -> str:
+    """The text in a row's column; `where` begins the line for the user if there is none."""
     if column not in row:
         raise ConfigError(f"{where} has no column {column!r}, only {', '.join(map(repr, row))}; choose with --column")
     text = row[column]
@@ -224,7 +225,7 @@ def _read_hub(piece: Piece, column: str, hub: HubDataset) -> Iterator[tuple[str,
     else:
         rows = dataset.select(range(piece.start, piece.stop))
     for number, row in enumerate(rows):
-        yield _text_of(row, column, f"{piece.path}: row {piece.start + number}"), 1
+        yield text_of(row, column, f"{piece.path}: row {piece.start + number}"), 1
 
 
 @contextmanager

@@ -19,20 +19,22 @@ import torch
 
 from nanotron.batch import Batch
 from nanotron.data.collate import Rows, collate
+from nanotron.data.replica import ReplicaShare
 from nanotron.data.sources import ScheduledStage, build_stages
+from nanotron.data.stage import StreamStage
+from nanotron.data.stream import EndOfData
+from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 
 if TYPE_CHECKING:
     from nanotron.config import Config
     from nanotron.mesh import Mesh
 
+__all__ = ["EndOfData", "Feed", "StepData"]
+
 logger = get_logger(__name__)
 
-_STEPS_AHEAD = 2
-
-
-class EndOfData(Exception):
-    """The active stage does not repeat its sources and cannot fill another batch; its text is a line for the user."""
+_LEAST_STEPS_AHEAD = 2
 
 
 class StepData(NamedTuple):
@@ -47,21 +49,34 @@ class StepData(NamedTuple):
     """Of the global batch, targets or not."""
 
 
+class _Loaded(NamedTuple):
+    """This replica's rows of a step, one item per microbatch; of a stream, also its position after the step."""
+
+    rows: list[Rows]
+    position: dict[str, Any] | None
+
+
 class _Load(NamedTuple):
-    """A step's rows, requested or ready."""
+    """A step's rows, asked for or ready."""
 
     step: int
     first_sample: int
-    rows: Future[list[Rows]]
+    loaded: Future[_Loaded]
 
 
 class Feed:
     """Gives training steps their data and counts, per stage, what they consumed."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, *, device: torch.device, consumed: Mapping[str, int] | None = None
+        self,
+        config: Config,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        consumed: Mapping[str, int] | None = None,
+        streams: Mapping[str, dict[str, Any]] | None = None,
     ) -> None:
-        """`consumed` holds the samples each stage had consumed when the checkpoint to resume from was written."""
+        """`consumed` (samples per stage) and `streams` (positions) are those of the checkpoint to resume from."""
         self._device = device
         self._micro_batch_size = config.tokens.micro_batch_size
         self._accumulation = config.tokens.batch_accumulation_per_replica
@@ -71,8 +86,29 @@ class Feed:
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
         self._stages = build_stages(config)
         self.consumed = {scheduled.name: int((consumed or {}).get(scheduled.name, 0)) for scheduled in self._stages}
+        self._streams = dict(streams or {})
+        self._replica: ReplicaShare | None = None
+        for scheduled in self._stages:
+            if isinstance(scheduled.stage, StreamStage):
+                self._replica = self._replica or ReplicaShare(mesh, device=device)
+                self._resume_stream(scheduled.name, scheduled.stage)
+        workers = max(stage.data.num_loading_workers for stage in config.data_stages)
+        self._steps_ahead = 0 if workers == 0 else max(_LEAST_STEPS_AHEAD, workers)
         self._loads: deque[_Load] = deque()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        # A stream's rows have to be read in order: by one thread.
+        num_threads = 1 if self._replica is not None else max(1, workers)
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="data")
+
+    def _resume_stream(self, name: str, stage: StreamStage) -> None:
+        position = self._streams.get(name)
+        if (position["next_sample"] if position else 0) != self.consumed[name]:
+            raise ConfigError(
+                f"the checkpoint has no position at sample {self.consumed[name]} of the streams of stage {name!r}; "
+                "begin the stage under another name, or train on tokenized files"
+            )
+        assert self._replica is not None
+        if position and self._replica.is_reader:
+            stage.load_state_dict(position)
 
     @property
     def consumed_tokens(self) -> int:
@@ -81,27 +117,23 @@ class Feed:
 
     def consumed_per_source(self) -> dict[str, dict[str, int]]:
         """For each stage, the samples that each of its sources gave."""
-        return {
-            scheduled.name: {
-                f"{number}:{source.name}": taken
-                for number, (source, taken) in enumerate(
-                    zip(scheduled.stage.sources, scheduled.stage.taken(self.consumed[scheduled.name]), strict=True)
-                )
-            }
-            for scheduled in self._stages
-        }
+        counts = {}
+        for scheduled in self._stages:
+            taken = scheduled.stage.taken(self.consumed[scheduled.name])
+            names = [f"{number}:{name}" for number, name in enumerate(scheduled.stage.source_names)]
+            counts[scheduled.name] = dict(zip(names, taken, strict=True))
+        return counts
 
     def step(self, n: int) -> StepData:
         """The data of update n = 1, 2, …; raises EndOfData when the active stage may not repeat and has run out."""
         scheduled = self._active(n)
         first = self.consumed[scheduled.name]
-        limit = scheduled.stage.num_samples
-        if limit is not None and first + self._global_batch > limit:
+        if not self._has_rows(scheduled, first):
             raise EndOfData(
-                f"stage {scheduled.name!r} has no data left for step {n}: {first} of {limit} samples are consumed, "
-                f"a step takes {self._global_batch}, and data.repeat is false"
+                f"stage {scheduled.name!r} has no data left for step {n}: {first} of {scheduled.stage.num_samples} "
+                f"samples are consumed, a step takes {self._global_batch}, and data.repeat is false"
             )
-        rows = self._take(n, scheduled, first)
+        rows = self._rows(n, scheduled, first)
         self.consumed[scheduled.name] = first + self._global_batch
         self._log_new_epochs(scheduled, first)
         self._load_ahead(n + 1)
@@ -111,36 +143,61 @@ class Feed:
     def _active(self, n: int) -> ScheduledStage:
         return [scheduled for scheduled in self._stages if scheduled.start <= n][-1]
 
-    def _take(self, n: int, scheduled: ScheduledStage, first: int) -> list[Rows]:
+    def _has_rows(self, scheduled: ScheduledStage, first: int) -> bool:
+        limit = scheduled.stage.num_samples
+        return limit is None or first + self._global_batch <= limit
+
+    def _reads(self, scheduled: ScheduledStage) -> bool:
+        """Whether this rank reads the stage itself, rather than being sent its rows."""
+        return self._replica is None or self._replica.is_reader or not isinstance(scheduled.stage, StreamStage)
+
+    def _rows(self, n: int, scheduled: ScheduledStage, first: int) -> list[Rows]:
+        """The rows of step n, on every rank of the replica."""
+        if self._replica is None or not isinstance(scheduled.stage, StreamStage):
+            return self._take(n, scheduled, first).rows
+        rows: list[Rows] | EndOfData | None = None
+        if self._replica.is_reader:
+            try:
+                rows, position = self._take(n, scheduled, first)
+                self._streams[scheduled.name] = position or {}
+            except EndOfData as end:
+                rows = end
+        shape = (self._accumulation, self._micro_batch_size, scheduled.sequence_length)
+        return self._replica.share(rows, shape)
+
+    def _take(self, n: int, scheduled: ScheduledStage, first: int) -> _Loaded:
         """The rows of step n: loaded ahead if n is the step that was expected, else loaded now."""
         while self._loads:
             load = self._loads.popleft()
             if (load.step, load.first_sample) == (n, first):
-                return load.rows.result()
-            load.rows.cancel()
+                return load.loaded.result()
+            load.loaded.cancel()
         return self._load(scheduled, first)
 
     def _load_ahead(self, n: int) -> None:
-        """Ask the thread for the steps from n on that are not yet asked for."""
+        """Ask the threads for the steps from n on that are not yet asked for."""
         firsts = dict(self.consumed)
-        for step in range(n, n + _STEPS_AHEAD):
+        asked = {load.step for load in self._loads}
+        for step in range(n, n + self._steps_ahead):
             scheduled = self._active(step)
             first = firsts[scheduled.name]
             firsts[scheduled.name] = first + self._global_batch
-            limit = scheduled.stage.num_samples
-            if limit is not None and first + self._global_batch > limit:
+            if not self._has_rows(scheduled, first):
                 return
-            if step - n >= len(self._loads):
+            if step not in asked and self._reads(scheduled):
                 self._loads.append(_Load(step, first, self._executor.submit(self._load, scheduled, first)))
 
-    def _load(self, scheduled: ScheduledStage, first: int) -> list[Rows]:
-        """This replica's rows of the batch that begins at sample `first`, one item per microbatch."""
-        size = self._micro_batch_size
-        windows = scheduled.stage.rows(first + self._first_row, size * self._accumulation)
-        return [
-            collate(windows[start : start + size], document_masking=self._document_masking)
-            for start in range(0, len(windows), size)
-        ]
+    def _load(self, scheduled: ScheduledStage, first: int) -> _Loaded:
+        """This replica's rows of the batch that begins at sample `first`."""
+        size, count = self._micro_batch_size, self._micro_batch_size * self._accumulation
+        position = None
+        if isinstance(scheduled.stage, StreamStage):
+            windows = scheduled.stage.rows(first, self._global_batch)[self._first_row : self._first_row + count]
+            position = scheduled.stage.state_dict()
+        else:
+            windows = scheduled.stage.rows(first + self._first_row, count)
+        parts = [windows[start : start + size] for start in range(0, count, size)]
+        return _Loaded([collate(part, document_masking=self._document_masking) for part in parts], position)
 
     def _batch(self, rows: Rows) -> Batch:
         doc_starts = None if rows.doc_starts is None else self._tensor(rows.doc_starts)
@@ -153,10 +210,12 @@ class Feed:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def _log_new_epochs(self, scheduled: ScheduledStage, first: int) -> None:
+        if isinstance(scheduled.stage, StreamStage):
+            return
         before, after = scheduled.stage.epochs(first), scheduled.stage.epochs(self.consumed[scheduled.name])
         for source, old, new in zip(scheduled.stage.sources, before, after, strict=True):
-            if int(new) > int(old):
-                logger.info(f"stage {scheduled.name!r}: {source.name} has been read {int(new)} times and repeats")
+            if new > old:
+                logger.info(f"stage {scheduled.name!r}: {source.name} has been read {new} times and repeats")
 
     def fingerprints(self) -> dict[str, list[dict[str, Any]]]:
         """For each stage, what identifies the data of each of its sources."""
@@ -166,13 +225,14 @@ class Feed:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; the positions follow from `consumed`, the rest is for people and checks."""
+        """What a checkpoint keeps. On the first rank; of streams, other ranks may know no position."""
         return {
             "consumed": dict(self.consumed),
             "consumed_tokens": self.consumed_tokens,
             "consumed_per_source": self.consumed_per_source(),
+            "streams": dict(self._streams),
         }
 
     def close(self) -> None:
-        """Stop the loading thread."""
+        """Stop the loading threads."""
         self._executor.shutdown(wait=True, cancel_futures=True)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanotron.config import Config, EmbeddedCorpusArgs, PretrainDatasetsArgs, SFTDatasetsArgs
+from nanotron.config import Config, CustomDatasetArgs, EmbeddedCorpusArgs, PretrainDatasetsArgs, SFTDatasetsArgs
 from nanotron.data.corpus import file_lock, prepare_corpus
 from nanotron.data.documents import HubDataset, open_hub_dataset
 from nanotron.data.probe import tokenizer_name
@@ -37,6 +37,15 @@ def prepare_data(config: Config) -> None:
                     prepare_sft_dataset(
                         config, dataset, name, hub, stage.sequence_length or config.tokens.sequence_length
                     )
+
+
+def may_stream(config: Config) -> bool:
+    """Whether some stage's rows are read by one rank of each replica and sent to the others."""
+    datasets = [stage.data.dataset for stage in config.data_stages]
+    return any(
+        isinstance(dataset, CustomDatasetArgs) or (isinstance(dataset, PretrainDatasetsArgs) and dataset.streaming)
+        for dataset in datasets
+    )
 
 
 def hub_datasets(dataset: PretrainDatasetsArgs | SFTDatasetsArgs) -> Iterator[tuple[str, HubDataset]]:

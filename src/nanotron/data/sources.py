@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from nanotron.config import Config, DatasetStageArgs, EmbeddedCorpusArgs, NanosetDatasetsArgs, PretrainDatasetsArgs
+from nanotron.config import (
+    Config,
+    CustomDatasetArgs,
+    DatasetStageArgs,
+    EmbeddedCorpusArgs,
+    NanosetDatasetsArgs,
+    PretrainDatasetsArgs,
+    SFTDatasetsArgs,
+)
 from nanotron.data.corpus import prepare_corpus
+from nanotron.data.custom import CustomRows, is_indexed, load_function
+from nanotron.data.documents import HubDataset, open_hub_dataset, text_of
 from nanotron.data.dummy import DummySource
 from nanotron.data.nanoset import open_nanoset_file
-from nanotron.data.prepare import hub_datasets, prepare_hub_dataset, prepare_sft_dataset
+from nanotron.data.prepare import data_tokenizer, hub_datasets, prepare_hub_dataset, prepare_sft_dataset
 from nanotron.data.probe import model_vocab_size
 from nanotron.data.sft import PackedWindows
-from nanotron.data.stage import Stage
+from nanotron.data.stage import Stage, StreamStage
+from nanotron.data.stream import DocumentStream
 from nanotron.data.token_files import open_token_files
-from nanotron.data.tokenizer import end_of_document_id
+from nanotron.data.tokenizer import end_of_document_id, load_tokenizer
 from nanotron.data.windows import IndexedSource, TokenFile, TokenWindows
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from nanotron.config.data import AnyDataset
 
 
@@ -29,7 +43,7 @@ class ScheduledStage:
     name: str
     start: int
     sequence_length: int
-    stage: Stage
+    stage: Stage | StreamStage
 
 
 def build_stages(config: Config) -> list[ScheduledStage]:
@@ -41,21 +55,30 @@ def build_stages(config: Config) -> list[ScheduledStage]:
 
 def _build_stage(config: Config, args: DatasetStageArgs, vocab_size: int) -> ScheduledStage:
     sequence_length = args.sequence_length or config.tokens.sequence_length
-    sources = open_sources(config, args, args.data.dataset, sequence_length, vocab_size)
-    stage = Stage(
+    stage = open_stage(config, args, args.data.dataset, sequence_length, vocab_size)
+    return ScheduledStage(args.name, args.start_training_step, sequence_length, stage)
+
+
+def open_stage(
+    config: Config, args: DatasetStageArgs, dataset: AnyDataset | None, sequence_length: int, vocab_size: int
+) -> Stage | StreamStage:
+    """A data set's sources, blended, in the order that the stage's keys ask for."""
+    sources = _open_sources(config, args, dataset, sequence_length, vocab_size)
+    if isinstance(sources[0], DocumentStream):
+        return StreamStage(args.name, [source for source in sources if isinstance(source, DocumentStream)])
+    return Stage(
         args.name,
-        sources,
-        getattr(args.data.dataset, "dataset_weights", None),
+        [source for source in sources if not isinstance(source, DocumentStream)],
+        dataset.dataset_weights if isinstance(dataset, NanosetDatasetsArgs) else None,
         seed=args.data.seed,
         shuffle_block=args.data.shuffle_block,
         repeat=args.data.repeat,
     )
-    return ScheduledStage(args.name, args.start_training_step, sequence_length, stage)
 
 
-def open_sources(
+def _open_sources(
     config: Config, args: DatasetStageArgs, dataset: AnyDataset | None, sequence_length: int, vocab_size: int
-) -> list[IndexedSource]:
+) -> Sequence[IndexedSource | DocumentStream]:
     """The sources of one data set, cut into windows of sequence_length + 1 tokens."""
     if dataset is None:
         return [DummySource(args.data.seed, args.name, sequence_length, vocab_size)]
@@ -64,16 +87,75 @@ def open_sources(
         return [TokenWindows(dataset.corpus, files, sequence_length, vocab_size=vocab_size)]
     if isinstance(dataset, NanosetDatasetsArgs):
         return _open_folders(config, dataset, sequence_length, vocab_size)
-    if isinstance(dataset, PretrainDatasetsArgs):
-        folders = [(name, prepare_hub_dataset(config, dataset, name, hub)) for name, hub in hub_datasets(dataset)]
-        return [
-            TokenWindows(name, open_token_files(folder), sequence_length, vocab_size=vocab_size)
-            for name, folder in folders
-        ]
-    paths = [
-        (name, prepare_sft_dataset(config, dataset, name, hub, sequence_length)) for name, hub in hub_datasets(dataset)
+    if isinstance(dataset, CustomDatasetArgs):
+        return [_open_custom(config, args, dataset, sequence_length, vocab_size)]
+    if isinstance(dataset, SFTDatasetsArgs):
+        paths = [(name, prepare_sft_dataset(config, dataset, name, hub, sequence_length))
+                 for name, hub in hub_datasets(dataset)]  # fmt: skip
+        return [PackedWindows(name, open_nanoset_file(path), sequence_length) for name, path in paths]
+    if dataset.streaming:
+        return [_open_hub_stream(config, args, dataset, name, hub, sequence_length, vocab_size)
+                for name, hub in hub_datasets(dataset)]  # fmt: skip
+    folders = [(name, prepare_hub_dataset(config, dataset, name, hub)) for name, hub in hub_datasets(dataset)]
+    return [
+        TokenWindows(name, open_token_files(folder), sequence_length, vocab_size=vocab_size) for name, folder in folders
     ]
-    return [PackedWindows(name, open_nanoset_file(path), sequence_length) for name, path in paths]
+
+
+def _open_custom(
+    config: Config, args: DatasetStageArgs, dataset: CustomDatasetArgs, sequence_length: int, vocab_size: int
+) -> IndexedSource | DocumentStream:
+    function = load_function(dataset.python)
+    data = function(**dataset.arguments)
+    if is_indexed(data):
+        return CustomRows(dataset.python, data, sequence_length, vocab_size=vocab_size)
+    encode_text = TextEncoder(config)
+    return DocumentStream(
+        dataset.python,
+        partial(function, **dataset.arguments),
+        lambda document: encode_text(document) if isinstance(document, str) else document,
+        sequence_length,
+        vocab_size=vocab_size,
+        repeat=args.data.repeat,
+    )
+
+
+def _open_hub_stream(
+    config: Config,
+    args: DatasetStageArgs,
+    dataset: PretrainDatasetsArgs,
+    name: str,
+    hub: HubDataset,
+    sequence_length: int,
+    vocab_size: int,
+) -> DocumentStream:
+    encode_text, column = TextEncoder(config), dataset.text_column_name
+    return DocumentStream(
+        name,
+        partial(open_hub_dataset, name, hub),
+        lambda row: encode_text(text_of(row, column, name)),
+        sequence_length,
+        vocab_size=vocab_size,
+        repeat=args.data.repeat,
+    )
+
+
+class TextEncoder:
+    """From a text to token ids with the end token, by the run's tokenizer, which is loaded at the first text."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    @cached_property
+    def _tokenizer(self) -> tuple[Tokenizer, int | None]:
+        name = data_tokenizer(self._config)
+        return load_tokenizer(name), end_of_document_id(name)
+
+    def __call__(self, text: str) -> list[int]:
+        """Without an end token the tokenizer's own template is applied, as `nanotron tokenize` does."""
+        tokenizer, end = self._tokenizer
+        ids = tokenizer.encode(text, add_special_tokens=end is None).ids
+        return ids if end is None or not ids else [*ids, end]
 
 
 def _open_folders(

@@ -1,13 +1,15 @@
-"""One data stage: sample n of it, as a pure function of (data seed, stage name, n)."""
+"""One data stage: sample n of it, a pure function of (data seed, stage name, n); or, of streams, the next samples."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from nanotron.data.blend import RESOLUTION, Blend
 from nanotron.data.order import Indices, derive_key, permute, permute_in_blocks
+from nanotron.data.stream import StreamSource
 from nanotron.data.windows import IndexedSource, Window
 
 
@@ -30,6 +32,7 @@ class Stage:
         """Weights default to the sources' windows, so that one epoch of all of them is seen at the same time."""
         self.name = name
         self.sources = list(sources)
+        self.source_names = [source.name for source in sources]
         self.blend = Blend(_weights_by_length(sources) if weights is None else weights)
         self._seed = seed
         self._shuffle_block = shuffle_block
@@ -67,9 +70,44 @@ class Stage:
         """How many of the first `num_samples` samples each source gave."""
         return self.blend.taken(num_samples)
 
-    def epochs(self, num_samples: int) -> list[float]:
+    def epochs(self, num_samples: int) -> list[int]:
         """How many times each source has been gone through after `num_samples` samples."""
-        return [taken / len(source) for taken, source in zip(self.taken(num_samples), self.sources, strict=True)]
+        return [taken // len(source) for taken, source in zip(self.taken(num_samples), self.sources, strict=True)]
+
+
+class StreamStage:
+    """A blend of streams. Rows exist in one global order and come out of it once, all of them, on every reader."""
+
+    num_samples = None  # only the streams themselves know, when they end
+
+    def __init__(self, name: str, sources: Sequence[StreamSource], weights: Sequence[float] | None = None) -> None:
+        self.name = name
+        self.sources = list(sources)
+        self.source_names = [source.name for source in sources]
+        self.blend = Blend(weights if weights is not None else [1.0] * len(sources))
+        self._next_sample = 0
+
+    def rows(self, first: int, count: int) -> list[Window]:
+        """The next `count` samples; `first` says which they are."""
+        assert first == self._next_sample, f"sample {first} of a stream that is at sample {self._next_sample}"
+        owners, _ = self.blend.locate(np.arange(first, first + count, dtype=np.int64))
+        windows = [self.sources[owner].next() for owner in owners.tolist()]
+        self._next_sample += count
+        return windows
+
+    def state_dict(self) -> dict[str, Any]:
+        """The positions after the rows read so far."""
+        return {"next_sample": self._next_sample, "sources": [source.state_dict() for source in self.sources]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the positions that state_dict gave."""
+        self._next_sample = state["next_sample"]
+        for source, position in zip(self.sources, state["sources"], strict=True):
+            source.load_state_dict(position)
+
+    def taken(self, num_samples: int) -> list[int]:
+        """How many of the first `num_samples` samples each source gave."""
+        return self.blend.taken(num_samples)
 
 
 def _weights_by_length(sources: Sequence[IndexedSource]) -> list[float]:

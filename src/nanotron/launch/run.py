@@ -131,7 +131,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     """Threads, data that is made on the spot, device, process groups, mesh."""
     import torch
 
-    from nanotron.data.prepare import prepare_data
+    from nanotron.data.prepare import may_stream, prepare_data
     from nanotron.layout import mesh_axes, tied_stages
     from nanotron.mesh import Mesh
 
@@ -147,7 +147,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         peers.gather(backend, device, timeout)
         general.run = peers.agree_on("run", general.run)  # its date may differ by a second
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
-        mesh.create_groups(tied_stages=holders, timeout=timeout)
+        mesh.create_groups(tied_stages=holders, timeout=timeout, replicas=may_stream(config))
     logger.info("%s on %s, %s, %d threads per rank", mesh, device, backend, torch.get_num_threads())
     return device, mesh
 

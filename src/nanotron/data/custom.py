@@ -1,0 +1,84 @@
+"""A user's own data: a Python function named in the config (examples/custom_data.py shows one).
+
+    data: {dataset: {python: "examples/custom_data.py:counting", arguments: {step: 3}}}
+
+It returns either an iterable of documents, each a text or a sequence of token ids, read as a stream; or an object with
+__len__ and __getitem__ whose items are rows of sequence_length + 1 token ids, read in shuffled order like a token file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanotron.data.windows import Window
+from nanotron.errors import ConfigError
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that `file.py:function` or `package.module:function` names."""
+    place, separator, name = reference.rpartition(":")
+    if not separator or not name.isidentifier():
+        raise ConfigError(f"python: {reference!r} is not of the form file.py:function or module:function")
+    if place.endswith(".py"):
+        if not os.path.isfile(place):
+            raise ConfigError(f"python: {reference!r} names no file; relative paths start at the working directory")
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"python: {reference!r} cannot be imported: {error}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"python: {place} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def is_indexed(data: object) -> bool:
+    """Whether the rows of a user's data can be asked for by number."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+class CustomRows:
+    """An indexed source over a user's rows."""
+
+    def __init__(self, name: str, rows: Sequence[Sequence[int]], sequence_length: int, *, vocab_size: int) -> None:
+        self.name = name
+        self._rows = rows
+        self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        if len(rows) == 0:
+            raise ConfigError(f"{name} gives no rows")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def window(self, index: int) -> Window:
+        """Row number `index`, checked for its length and its token ids."""
+        tokens = np.array(self._rows[index], dtype=np.int64)
+        if tokens.shape != (self._sequence_length + 1,):
+            raise ConfigError(
+                f"{self.name}: row {index} has shape {tokens.shape}; sequence_length + 1 = "
+                f"{self._sequence_length + 1} token ids are needed"
+            )
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
+            raise ConfigError(
+                f"{self.name}: row {index} has token ids from {tokens.min()} to {tokens.max()}; 0 to "
+                f"{self._vocab_size - 1} (vocab_size) are legal"
+            )
+        return Window(tokens, starts=None)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The number of rows."""
+        return {"windows": len(self._rows)}

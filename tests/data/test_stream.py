@@ -1,0 +1,179 @@
+"""Streams: read in order, dealt by row, resumed from a small position."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanotron.data.feed import EndOfData, Feed
+from nanotron.data.stream import DocumentStream
+from nanotron.data.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
+from nanotron.errors import ConfigError
+from nanotron.mesh import Mesh
+from tests.data.fixtures import make_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "custom_data.py"
+documents_lists = st.lists(st.lists(st.integers(0, 99), max_size=30), min_size=1, max_size=12).filter(any)
+
+
+def stream(documents, sequence_length, **options):
+    return DocumentStream(
+        "x", lambda: iter(documents), lambda document: document, sequence_length, vocab_size=100, **options
+    )
+
+
+@given(documents=documents_lists, sequence_length=st.integers(1, 20))
+def test_windows_are_the_documents_end_to_end(documents, sequence_length):
+    source = stream(documents, sequence_length)
+    windows = [source.next() for _ in range(12)]
+    endless = itertools.chain.from_iterable(itertools.cycle(documents))
+    tokens = list(itertools.islice(endless, 12 * sequence_length + 1))
+    edges = itertools.accumulate(map(len, itertools.cycle(filter(None, documents))))
+    starts = set(itertools.takewhile(lambda edge: edge <= 12 * sequence_length, edges))
+    for number, window in enumerate(windows):
+        first = number * sequence_length
+        assert window.tokens.tolist() == tokens[first : first + sequence_length + 1]
+        assert (window.starts + first).tolist() == [
+            edge for edge in sorted(starts) if first < edge <= first + sequence_length
+        ]
+
+
+@given(documents=documents_lists, sequence_length=st.integers(1, 20), stop=st.integers(0, 10))
+def test_a_stream_resumes_from_its_position(documents, sequence_length, stop):
+    source, other = stream(documents, sequence_length), stream(documents, sequence_length)
+    for _ in range(stop):
+        source.next()
+    other.load_state_dict(json.loads(json.dumps(source.state_dict())))
+    for _ in range(8):
+        expected, found = source.next(), other.next()
+        assert expected.tokens.tolist() == found.tokens.tolist()
+        assert expected.starts.tolist() == found.starts.tolist()
+        assert source.state_dict() == other.state_dict()
+
+
+def test_a_stream_that_may_not_repeat_ends_and_an_empty_one_is_refused():
+    source = stream([[1, 2, 3], [4, 5, 6]], 2, repeat=False)
+    assert [source.next().tokens.tolist() for _ in range(2)] == [[1, 2, 3], [3, 4, 5]]
+    with pytest.raises(EndOfData, match="no documents left"):
+        source.next()
+    with pytest.raises(ConfigError, match="x gives no documents"):
+        stream([[], []], 2).next()
+
+
+def test_token_ids_beyond_the_vocabulary_are_named():
+    with pytest.raises(
+        ConfigError, match=r"token ids from 4 to 100; 0 to 99 \(vocab_size\) are legal. It begins \[4, 100"
+    ):
+        stream([[4, 100, 5]], 1).next()
+
+
+def config_for(dataset, *, dp=1, tokenizer=None, **data):
+    stages = [{"name": "a", "start_training_step": 1, "data": {"dataset": dataset, **data}}]
+    return make_config(data_stages=stages, dp=dp, tokenizer={"tokenizer_name_or_path": tokenizer})
+
+
+def global_tokens(config, steps, *, first=1, consumed=None, streams=None):
+    dp, device = config.parallelism.dp, torch.device("cpu")
+    feeds = [
+        Feed(config, Mesh({"dp": dp}, rank), device=device, consumed=consumed, streams=streams) for rank in range(dp)
+    ]
+    rows = [
+        row.tolist()
+        for step in range(first, first + steps)
+        for feed in feeds
+        for batch in feed.step(step).microbatches
+        for row in batch.tokens
+    ]
+    for feed in feeds:
+        feed.close()
+    return rows, json.loads(json.dumps(feeds[0].state_dict()))
+
+
+@pytest.mark.parametrize("name", ["counting", "RandomWalks", "Squares"])
+def test_the_documented_examples_stop_and_resume_on_another_dp(name):
+    arguments = {"sequence_length": 8} if name == "Squares" else {}
+    dataset = {"python": f"{EXAMPLES}:{name}", "arguments": arguments}
+    reference, whole = global_tokens(config_for(dataset), 6)
+    first, state = global_tokens(config_for(dataset), 2)
+    rest, resumed = global_tokens(
+        config_for(dataset, dp=2), 2, first=3, consumed=state["consumed"], streams=state["streams"]
+    )
+    assert first + rest == reference
+    assert resumed == whole
+    assert ("a" in state["streams"]) == (name != "Squares")
+
+
+def test_a_hub_data_set_is_streamed_and_resumed(tmp_path, monkeypatch):
+    from datasets import Dataset
+
+    monkeypatch.chdir(tmp_path)
+    texts = [f"text {number} " + "words and more " * (number % 4) for number in range(50)]
+    save_tokenizer(train_bpe(texts, 270), "tokenizer", eos=END_OF_TEXT)
+    Dataset.from_dict({"text": texts}).save_to_disk("saved")
+    dataset = {"hf_dataset_or_datasets": "saved", "streaming": True}
+    model = {"vocab_size": 270}
+
+    def config(dp):
+        stages = [{"name": "a", "start_training_step": 1, "data": {"dataset": dataset}}]
+        tokenizer = {"tokenizer_name_or_path": "tokenizer"}
+        return make_config(data_stages=stages, dp=dp, tokenizer=tokenizer, model_config=model)
+
+    reference, _ = global_tokens(config(1), 10)
+    tokenizer = load_tokenizer("tokenizer")
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    whole = [token for text in texts for token in [*tokenizer.encode(text).ids, end]]
+    assert [token for row in reference for token in row] == whole[: len(reference) * 8]
+    first, state = global_tokens(config(1), 4)
+    rest, _ = global_tokens(config(2), 3, first=5, consumed=state["consumed"], streams=state["streams"])
+    assert first + rest == reference
+
+
+def test_a_checkpoint_without_the_position_is_refused():
+    config = config_for({"python": f"{EXAMPLES}:counting"})
+    with pytest.raises(ConfigError, match="no position at sample 8 of the streams of stage 'a'"):
+        global_tokens(config, 1, consumed={"a": 8})
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("nowhere", "is not of the form file.py:function"),
+        ("absent.py:f", "names no file"),
+        ("no.such.module:f", "cannot be imported"),
+        (f"{EXAMPLES}:absent", "has no function 'absent'"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(reference, message):
+    with pytest.raises(ConfigError, match=message):
+        global_tokens(config_for({"python": reference}), 1)
+
+
+def read_in_replica(rank, world, axes, documents):
+    """This rank's rows of two steps, how many documents it read, and whether the data's end came to it."""
+    config = config_for({"python": f"{EXAMPLES}:counting", "arguments": {"documents": documents}}, dp=2, repeat=False)
+    mesh = Mesh(axes, rank)
+    mesh.create_groups(replicas=True)
+    feed = Feed(config, mesh, device=torch.device("cpu"))
+    rows, ended = [], False
+    for step in range(1, 4):
+        try:
+            rows += [row.tolist() for batch in feed.step(step).microbatches for row in batch.tokens]
+        except EndOfData:
+            ended = True
+            break
+    feed.close()
+    return mesh.coord("dp"), rows, ended, bool(feed.state_dict()["streams"])
+
+
+def test_one_rank_of_each_replica_reads_a_stream_and_all_get_its_rows_and_its_end(pool):
+    axes = {"pp": 2, "dp": 2}
+    results = pool.run(4, read_in_replica, axes, 4)  # 160 tokens: two steps of 8 rows of 8, and not a third
+    reference, _ = global_tokens(config_for({"python": f"{EXAMPLES}:counting", "arguments": {"documents": 4}}, dp=2), 2)
+    for dp, rows, ended, _ in results:
+        assert ended
+        assert rows == [row for number, row in enumerate(reference) if number % 8 // 4 == dp]
+    assert [reads for *_, reads in results] == [True, True, False, False]
