@@ -170,7 +170,7 @@ def timeline(
     from nanotron.check import check as checked
     from nanotron.timeline import as_csv, predict
 
-    config = checked(config_file, override)
+    config = checked(config_file, [*override, "checkpoints.resume_checkpoint_path=null"])  # nothing is resumed here
     picture = predict(config, costs=costs, transfer=transfer, schedules=schedule, run=run, step=step)
     print(picture.text())
     for path in output:
