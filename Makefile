@@ -24,7 +24,7 @@ $(STAMP): requirements.lock pyproject.toml
 train: setup
 	$(BIN)/nanotron tokenize --stdlib
 	$(BIN)/torchrun --nproc_per_node=8 run_train.py --config-file $(CONFIG)
-	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --temperature 0.8 --top-k 50
+	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-k 50
 
 test: setup
 	$(BIN)/python -m pytest
