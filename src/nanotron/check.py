@@ -137,7 +137,10 @@ def _schedule_can_run(config: Config) -> Findings:
     if layout.pp_engine not in SCHEDULE_NAMES and not is_custom(layout.pp_engine):
         guess = nearest(layout.pp_engine, SCHEDULE_NAMES)
         hint = f"; did you mean {guess}?" if guess else ""
-        yield "parallelism.pp_engine", f"{layout.pp_engine} is not one of {', '.join(SCHEDULE_NAMES)}{hint}"
+        yield (
+            "parallelism.pp_engine",
+            f"{layout.pp_engine} is not one of {', '.join(SCHEDULE_NAMES)}, a .csv file or file.py:function{hint}",
+        )
         return
     microbatches = config.tokens.batch_accumulation_per_replica
     for line in find_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches):

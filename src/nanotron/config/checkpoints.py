@@ -19,7 +19,11 @@ class CheckpointsArgs:
     )
     load_lr_scheduler: bool = key(True, "On resume, also restore the step and the data position.")
     load_optimizer: bool = key(True, "On resume, also restore the optimizer's state.")
-    checkpoints_path_is_shared_file_system: bool = key(False, "Whether every node sees the same checkpoints_path.")
+    checkpoints_path_is_shared_file_system: bool = key(
+        False,
+        "Whether every node sees the same checkpoints_path.",
+        notice="whether it does is found out when the run starts, and it has to",
+    )
     keep_last_n: Int | None = key(None, "Newest checkpoints to keep; null keeps all.", gt=0)
     keep_every: Int | None = key(None, "Steps whose multiples are kept whatever keep_last_n says.", gt=0)
     interval_minutes: Float | None = key(
