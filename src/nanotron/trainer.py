@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nanotron.checkpoint.agreement import Store
+from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
-from nanotron.checkpoint.resume import agree_resume, check_data, check_shapes, read_state
+from nanotron.checkpoint.resume import Resume, agree_resume, check_data, check_shapes, check_shared, read_state
 from nanotron.checkpoint.write import Saver
+from nanotron.config import ExistingCheckpointInit
+from nanotron.convert.sources import load_weights
 from nanotron.data.feed import EndOfData, Feed, StepData
 from nanotron.data.fingerprint import fingerprint_changes
 from nanotron.launch import codes
@@ -30,6 +33,7 @@ from nanotron.metrics.record import Metrics
 from nanotron.optim.lr import learning_rate
 from nanotron.pipeline.trace import recorder
 from nanotron.step import ControlWord, Outcome, Training
+from nanotron.validation import validation_loss
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -57,20 +61,22 @@ def train(
             f"nothing left to train: step {start.step} of tokens.train_steps={config.tokens.train_steps} is saved"
         )
         return codes.DONE
-    feed = Feed(config, mesh, device=device, consumed=start.consumed)
+    feed = Feed(config, mesh, device=device, consumed=start.consumed, streams=start.streams)
     if start.fingerprints is not None:
         changes = fingerprint_changes(start.fingerprints, feed.fingerprints())
         for line in check_data(changes, allow_change=allow_data_change):
             logger.warning(line)
     metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
     checkpoints = config.checkpoints
+    path, copy_to = _places(config)
     saver = Saver(
-        checkpoints.checkpoints_path,
+        path,
         mesh.rank,
         mesh.world,
         store,
         keep_last_n=checkpoints.keep_last_n,
         keep_every=checkpoints.keep_every,
+        copy_to=copy_to,
     )
     run = Run(config, mesh, training, feed, metrics, saver, step=start.step)
     try:
@@ -90,40 +96,67 @@ class _Start(NamedTuple):
 
     step: int = 0
     consumed: dict[str, int] | None = None
+    streams: dict[str, Any] | None = None
     fingerprints: dict[str, Any] | None = None
 
 
 def _load_or_initialize(
     training: Training, config: Config, mesh: Mesh, store: Store | None, *, allow_data_change: bool
 ) -> _Start:
-    """Fill weights and optimizer from the checkpoint that the rules of resuming choose, or else draw them."""
-    checkpoints = config.checkpoints
-    resume = agree_resume(
-        checkpoints.checkpoints_path,
-        checkpoints.resume_checkpoint_path,
-        mesh.rank,
-        mesh.world,
-        store,
-        verify=checkpoints.verify,
-    )
+    """Fill weights and optimizer from the checkpoint that the rules of resuming choose, or begin afresh."""
+    resume = _resume(config, mesh, store)
     if resume is None:
-        training.initialize()
+        _begin(training, config)
         return _Start()
+    checkpoints = config.checkpoints
     for line in resume.notices:
         logger.warning(line)
     check_shapes(resume.checkpoint, {name: spec.shape for name, spec in parameter_specs(config).items()})
     state = read_state(resume.checkpoint)
-    wanted = [piece for piece in training.pieces() if checkpoints.load_optimizer or piece.kind == "weight"]
-    load(resume.checkpoint, wanted)
+    load(resume.checkpoint, training.pieces() if checkpoints.load_optimizer else _weights(training))
     if checkpoints.load_optimizer:
         training.optimizer.updates.fill_(state["optimizer_updates"])
-    else:
-        training.optimizer.load_masters_from_weights()
     if not checkpoints.load_lr_scheduler:
         logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
         return _Start()
     logger.info(f"resuming from {resume.checkpoint}, step {resume.step}")
-    return _Start(resume.step, state["consumed"], state["data"])
+    return _Start(resume.step, state["consumed"], state["streams"], state["data"])
+
+
+def _places(config: Config) -> tuple[str, str | None]:
+    """The folder of the checkpoints, and the one that gets copies of them: ``s3_upload``, which may also replace it."""
+    path, upload = config.checkpoints.checkpoints_path, config.s3_upload
+    if upload is None:
+        return path, None
+    return (upload.upload_s3_path, None) if upload.remove_after_upload else (path, upload.upload_s3_path)
+
+
+def _resume(config: Config, mesh: Mesh, store: Store | None) -> Resume | None:
+    """The checkpoint to continue from, the same on every rank; copies are looked at when the folder itself has none."""
+    checkpoints = config.checkpoints
+    for place in _places(config):
+        if place is not None:
+            check_shared(place, mesh.rank, mesh.world, store)
+            wish = checkpoints.resume_checkpoint_path
+            found = agree_resume(place, wish, mesh.rank, mesh.world, store, verify=checkpoints.verify)
+            if found is not None:
+                return found
+    return None
+
+
+def _begin(training: Training, config: Config) -> None:
+    """Draw the initial weights, or take an existing model's."""
+    init = config.model.init_method
+    if isinstance(init, ExistingCheckpointInit):
+        load_weights(init.path, _weights(training), config.model.model_config)
+        logger.info(f"starting from the weights of {init.path}")
+    else:
+        training.initialize()
+
+
+def _weights(training: Training) -> Iterator[Piece]:
+    """The weights and their masters."""
+    return (piece for piece in training.pieces() if piece.kind in {"weight", "master"})
 
 
 class _Made(NamedTuple):
@@ -134,6 +167,7 @@ class _Made(NamedTuple):
     data: StepData
     consumed_samples: int
     consumed_tokens: int
+    val_loss: float | None
 
 
 @dataclass
@@ -196,9 +230,19 @@ class Run:
         self.step += 1
         self.after_step()
         samples, tokens = sum(self.feed.consumed.values()), self.feed.consumed_tokens
-        self._unread.append(_Made(self.step, word, data, samples, tokens))
+        self._unread.append(_Made(self.step, word, data, samples, tokens, self._validate()))
         for line in self.saver.poll():
             logger.error(line)
+
+    def _validate(self) -> float | None:
+        """The loss on the stage's validation set, when it is time for it; its seconds are not the step's."""
+        interval = self.config.tokens.val_check_interval
+        if interval < 1 or self.step % interval:
+            return None
+        start = time.perf_counter()
+        loss = validation_loss(self.training, self.feed.validation(self.step), self.mesh)
+        self._clock += time.perf_counter() - start
+        return loss
 
     def _reads_now(self) -> bool:
         """Whether this step's word must be read before the next step: it is to be printed, or saved after."""
@@ -234,6 +278,8 @@ class Run:
             "consumed_tokens": made.consumed_tokens,
             "stage": made.data.stage,
         }
+        if made.val_loss is not None:
+            values["val_loss"] = made.val_loss
         if self.config.model.model_config.z_loss_enabled:
             values["z_loss"] = outcome.z_loss
         self._clock = now

@@ -195,7 +195,7 @@ def look_for_shared(rank: int, world: int, folders: list[str]) -> list[str]:
     import torch.distributed as dist
 
     try:
-        check_shared(folders[rank], rank, world, dist.distributed_c10d._get_default_store(), token="t")
+        check_shared(folders[rank], rank, world, dist.distributed_c10d._get_default_store())
     except ConfigError as error:
         return error.problems
     return []

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -311,4 +312,20 @@ def test_agreements_leave_nothing_in_the_store_but_the_last_answer() -> None:
     agreement = Agreement("topic", 0, 1, store)
     for i in range(5):
         assert agreement.decide(str(i), i, lambda values: values[0] + 1) == i + 1
-    assert list(store._values) == ["topic/4/answer"]
+    assert set(store._values) == {"topic/1/4/answer", "topic/begun/0"}
+
+
+def decide_twice(rank: int, world: int) -> list[int]:
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    answers = []
+    for value in (1, 2):
+        if rank == 0:
+            time.sleep(0.05)  # so that rank 1 looks for an answer while only the first one's could be there
+        answers.append(Agreement("topic", rank, world, store).decide("same", value, sum))
+    return answers
+
+
+def test_a_second_agreement_of_a_topic_does_not_hear_the_first_one_s_answers(pool) -> None:
+    assert pool.run(2, decide_twice) == [[2, 4], [2, 4]]

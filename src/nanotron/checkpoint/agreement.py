@@ -21,6 +21,7 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
 
 
 class LocalStore:
@@ -41,14 +42,20 @@ class LocalStore:
     def delete_key(self, key: str, /) -> bool:
         return self._values.pop(key, None) is not None
 
+    def add(self, key: str, amount: int, /) -> int:
+        self.set(key, str(int(self._values.get(key, b"0")) + amount))
+        return int(self._values[key])
+
 
 class Agreement:
-    """Questions that every rank of ``world`` puts in the same order, under one ``topic``."""
+    """Questions that every rank of ``world`` puts in the same order; every rank makes one for each ``topic``."""
 
     def __init__(self, topic: str, rank: int, world: int, store: Store | None, *, timeout_s: float = 3600.0) -> None:
         assert store is not None or world == 1, "several ranks need a store to agree through"
-        self._topic, self._rank, self._world, self._timeout_s = topic, rank, world, timeout_s
-        self._store: Store = store or LocalStore()
+        self._rank, self._world, self._timeout_s = rank, world, timeout_s
+        self._store: Store = store if store is not None else LocalStore()
+        begun = self._store.add(f"{topic}/begun/{rank}", 1)  # the same on every rank: all begin their topics in order
+        self._topic = f"{topic}/{begun}"
         self._answered: list[str] = []
 
     def decide(self, question: str, value: Any, decision: Callable[[list[Any]], Any]) -> Any:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from nanotron.checkpoint.agreement import Agreement, Store
 from nanotron.checkpoint.format import INDEX, STATE, Damaged, Index
@@ -90,7 +91,7 @@ def agree_resume(
     A damaged checkpoint is named. ``auto`` then takes the one before it and says so; a path is refused, with the one
     before it as the offer. Raises the same ConfigError on every rank.
     """
-    agreement = Agreement(f"checkpoint/resume/{checkpoints_path}", rank, world, store)
+    agreement = Agreement("checkpoint/resume", rank, world, store)
     automatic = str(resume_checkpoint_path or "auto").lower() in AUTO
     before: int | None = None
     notices: tuple[str, ...] = ()
@@ -260,33 +261,29 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}…"
 
 
-def check_shared(checkpoints_path: str, rank: int, world: int, store: Store | None, *, token: str) -> None:
-    """Refuse a checkpoints_path that not every rank sees: rank 0 writes a file there, all others look for it.
-
-    ``token`` names the file; every rank gives the same.
-    """
+def check_shared(checkpoints_path: str, rank: int, world: int, store: Store | None) -> None:
+    """Refuse a checkpoints_path that not every rank sees: rank 0 writes a file there, all others look for it."""
     folder = open_folder(checkpoints_path)
     if world == 1 or not isinstance(folder, LocalFolder):
         return
     agreement = Agreement("checkpoint/shared", rank, world, store)
-    name = f".shared-{token}"
 
-    def write(_: list[Any]) -> str:
+    def write(_: list[Any]) -> dict[str, str]:
+        name = f".shared-{uuid4().hex}"
         try:
             folder.make()
             folder.write(name, [b""])
         except OSError as error:
-            return f"checkpoints.checkpoints_path={folder.path} cannot be written ({error.strerror})"
-        return ""
+            return {"problem": f"checkpoints.checkpoints_path={folder.path} cannot be written ({error.strerror})"}
+        return {"name": name}
 
-    problem = agreement.decide(f"{token}/write", None, write)
-    if problem:
-        raise ConfigError(problem)
-    blind = agreement.decide(
-        f"{token}/seen", name in folder.names(), lambda seen: [r for r, sees in enumerate(seen) if not sees]
-    )
+    written = agreement.decide("write", None, write)
+    if "problem" in written:
+        raise ConfigError(written["problem"])
+    sees = written["name"] in folder.names()
+    blind = agreement.decide("seen", sees, lambda seen: [other for other, sees in enumerate(seen) if not sees])
     if rank == 0:
-        folder.remove(name)
+        folder.remove(written["name"])
     if blind:
         raise ConfigError(
             f"checkpoints.checkpoints_path={folder.path} is not one folder for all ranks: rank {blind[0]} does not see "
