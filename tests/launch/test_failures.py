@@ -59,3 +59,8 @@ def test_a_failure_survives_its_file_and_older_ones_are_left_out(tmp_path: Path)
     assert read_failures(tmp_path, since=written.when + 1) == []
     assert str(written).endswith("(stage 1, step 7, action F0): ValueError: bad in two lines")
     assert "raise error" in written.traceback
+
+
+def test_the_place_in_torchs_own_sources_is_left_out() -> None:
+    error = RuntimeError("[/a/b/gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete")
+    assert failure_of(error, 0).error == "RuntimeError: Timed out waiting 5000ms for recv operation to complete"

@@ -1,5 +1,6 @@
 """Ranks of one machine, started and watched by a parent."""
 
+import faulthandler
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanotron.launch import codes, host
-from nanotron.launch.failures import first_of
+from nanotron.launch.failures import STACK_SIGNAL, first_of
 from nanotron.launch.host import Workers, exit_code, start_workers, watch_workers
 
 
@@ -57,13 +58,14 @@ def test_the_runs_exit_code_is_its_ranks(ranks: list[str], code: int) -> None:
 
 
 def raise_on_rank_one(argv: Sequence[str]) -> int:
+    faulthandler.register(STACK_SIGNAL, file=2)
     if os.environ["RANK"] == "1":
         raise ValueError("broken")
     time.sleep(60)
     return 0
 
 
-def test_a_rank_that_outlives_another_ones_failure_is_ended(
+def test_a_rank_that_outlives_another_ones_failure_says_where_it_is_and_is_ended(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(host, "FAILURE_GRACE_S", 0.3)
@@ -71,7 +73,9 @@ def test_a_rank_that_outlives_another_ones_failure_is_ended(
     assert exit_code(workers) == codes.OUR_BUG
     assert workers.ended[0][0] == -signal.SIGTERM
     assert workers.killed() == [], "a rank that we ended did not fail"
-    assert "ValueError: broken" in capfd.readouterr().err
+    errors = capfd.readouterr().err
+    assert "ValueError: broken" in errors
+    assert "in raise_on_rank_one" in errors.split("Current thread", 1)[1], "it says where it hung"
 
 
 def kill_rank_one(argv: Sequence[str]) -> int:
@@ -89,6 +93,21 @@ def test_a_killed_rank_is_named_as_the_first_failure() -> None:
     assert (first.rank, first.error) == (1, "ended by SIGKILL")
 
 
+def watch_and_tell(workers: Workers, number: int, ready: Callable[[], bool], stop_grace_s: float = 20.0) -> None:
+    """Watch the ranks, and send this process a signal once they are ready and it is the parent's to pass on."""
+    unwatched = signal.getsignal(number)
+
+    def tell() -> None:
+        while not ready() or signal.getsignal(number) == unwatched:
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    watch_workers(workers, stop_grace_s=stop_grace_s, refresh=lambda: None)
+    thread.join()
+
+
 def exit_75_when_told(argv: Sequence[str]) -> int:
     told: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -104,21 +123,14 @@ def exit_75_when_told(argv: Sequence[str]) -> int:
 def test_a_signal_to_the_parent_reaches_every_rank_once_and_their_code_comes_back(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    def tell_when_ready() -> None:
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)
-
     workers = start_workers(2, [str(tmp_path)], piped=False, entry=exit_75_when_told)
-    thread = threading.Thread(target=tell_when_ready)
-    thread.start()
-    watch_workers(workers, stop_grace_s=20.0, refresh=lambda: None)
-    thread.join()
+    watch_and_tell(workers, number, lambda: len(list(tmp_path.iterdir())) == 2)
     assert exit_code(workers) == codes.PREEMPTED
 
 
 def ignore_signals(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     Path(argv[0], "ready").touch()
     time.sleep(60)
     return 0
@@ -129,16 +141,8 @@ def test_a_rank_that_does_not_stop_in_time_is_killed_and_nothing_counts_as_saved
 ) -> None:
     monkeypatch.setattr(host, "END_GRACE_S", 0.2)
 
-    def tell_when_ready() -> None:
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
-
     workers = start_workers(1, [str(tmp_path)], piped=False, entry=ignore_signals)
-    thread = threading.Thread(target=tell_when_ready)
-    thread.start()
-    watch_workers(workers, stop_grace_s=0.3, refresh=lambda: None)
-    thread.join()
+    watch_and_tell(workers, signal.SIGTERM, (tmp_path / "ready").exists, stop_grace_s=0.3)
     assert workers.ended[0][0] == -signal.SIGKILL
     assert exit_code(workers) == codes.PREEMPTED_UNSAVED
 

@@ -55,7 +55,7 @@ def test_when_ranks_waited_in_vain_the_silent_one_is_named(tmp_path: Path) -> No
     workers = ended(1, -15, 1)
     workers.being_ended = 1000.05  # rank 1 hung, and was ended by us
     *_, last = closing_lines(codes.OUR_BUG, workers, tmp_path, 0.0)
-    assert last.startswith("failed first: rank 1 fell behind and said nothing; waited for by rank 0 ")
+    assert last.startswith("failed first: rank 1 fell behind and said nothing; waiting for it: rank 0 ")
 
 
 def test_a_rank_that_left_no_record_is_named_with_its_status(tmp_path: Path) -> None:

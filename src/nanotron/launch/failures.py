@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import socket
 import time
 import traceback
@@ -23,6 +25,9 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("own", "killed", "timeout", "peer")
+STACK_SIGNAL = signal.SIGQUIT
+"""A rank that gets it prints the stack of each of its threads and goes on."""
+SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\] ")  # of torch's own sources
 TIMEOUT_WORDS = ("timed out", "timeout")
 PEER_WORDS = (
     "connection closed by peer",
@@ -55,7 +60,7 @@ class Failure:
 
 def failure_of(error: BaseException, rank: int) -> Failure:
     """Describe an exception that ended this rank; ``errors.located`` has noted on it where it happened."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = SOURCE_LINE.sub("", " ".join(f"{type(error).__name__}: {error}".split()))
     return Failure(
         rank=rank,
         kind=_kind_of(error),

@@ -25,13 +25,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from nanotron.launch import codes
-from nanotron.launch.failures import Failure
+from nanotron.launch.failures import STACK_SIGNAL, Failure
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FAILURE_GRACE_S = 10.0  # for the other ranks to notice, and say where they were, once one has failed
+STACK_GRACE_S = 0.2
 END_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -194,8 +195,10 @@ def watch_workers(workers: Workers, *, stop_grace_s: float, refresh: Callable[[]
 
 
 def end_workers(workers: Workers) -> None:
-    """End the ranks that still run: SIGTERM, and SIGKILL for those that do not listen."""
+    """End the ranks that still run: ask where they are, then SIGTERM, and SIGKILL for those that do not listen."""
     workers.being_ended = min(workers.being_ended, time.time())
+    workers.send(STACK_SIGNAL)
+    time.sleep(STACK_GRACE_S)
     workers.send(signal.SIGTERM)
     deadline = time.time() + END_GRACE_S
     while workers.running and time.time() < deadline:

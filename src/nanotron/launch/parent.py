@@ -99,7 +99,7 @@ def closing_lines(code: int, workers: Workers, run_dir: Path, started: float) ->
     lines = [f"the ranks' own accounts are in {run_dir / 'failures'}"] if read_failures(run_dir, since=started) else []
     silent = sorted(set(workers.ended) - {failure.rank for failure in recorded})
     if first.kind == "timeout" and silent:
-        return [*lines, f"failed first: {_ranks(silent)} fell behind and said nothing; waited for by {first}"]
+        return [*lines, f"failed first: {_ranks(silent)} fell behind and said nothing; waiting for it: {first}"]
     return [*lines, f"failed first: {first}"]
 
 

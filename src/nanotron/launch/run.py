@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
-from nanotron.launch.failures import Failure, failure_of, record_path, write_failure
+from nanotron.launch.failures import STACK_SIGNAL, Failure, failure_of, record_path, write_failure
 from nanotron.launch.folder import describe_run, name_of_run, run_directory
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
@@ -104,6 +105,7 @@ def _say_once(mistakes: Sequence[str], place: Place) -> int:
 
 def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, allow_data_change: bool) -> int:
     """Set this rank up, train, and end: cleanly, or with a record of what failed."""
+    faulthandler.register(STACK_SIGNAL)
     run_dir = run_directory(config)
     try:
         device, mesh = _set_up(config, place, peers)
@@ -148,7 +150,9 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         general.run = peers.agree_on("run", general.run)  # its date may differ by a second
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
         mesh.create_groups(tied_stages=holders, timeout=timeout, replicas=may_stream(config))
-    logger.info("%s on %s, %s, %d threads per rank", mesh, device, backend, torch.get_num_threads())
+    layout = " ".join(f"{axis}={mesh.size(axis)}" for axis in ("dp", "tp", "pp"))
+    between = f", {backend}" if place.world > 1 else ""
+    logger.info("%s on %s%s, threads per rank: %d", layout, device, between, torch.get_num_threads())
     return device, mesh
 
 
