@@ -59,7 +59,9 @@ def test_bubble_of_interleaved_1f1b(case: tuple[int, int, int]) -> None:
     schedule = get_schedule("interleaved_1f1b", ranks, chunks)
     textbook = execute(schedule, groups * ranks, lambda kind, stage: {"F": 1.0, "B": 2.0, "W": 0.0}[kind])
     assert textbook.bubble == pytest.approx((ranks - 1) / (work + ranks - 1), abs=1e-12)
-    assert execute(schedule, groups * ranks).duration == 3 * work + 2 * (ranks - 1)
+    mine = simulate(schedule, groups * ranks)
+    assert mine.timeline.duration == 3 * work + 2 * (ranks - 1)
+    assert max(peak.held for peak in mine.peaks) == ranks * chunks  # of 1/chunks of the layers: 1f1b's memory
 
 
 @given(st.integers(2, 8).flatmap(lambda p: st.tuples(st.just(p), st.integers(p, 32))))
