@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "check": {"config", "mesh", "params", "models", "pipeline", "layout", "data", "checkpoint"},
     "plan": {"config", "mesh", "comm", "params", "models", "pipeline", "optim"},
     "step": {"config", "mesh", "comm", "params", "layout", "models", "pipeline", "optim", "checkpoint"},
+    "validation": {"mesh", "comm", "step"},
     "stage_costs": {"*", "launch"},
     "timeline": {"config", "layout", "pipeline", "stage_costs"},
     "trainer": {"*", "launch"},

@@ -207,3 +207,44 @@ def test_blended_stage_draws_each_folder_by_weight(nanoset, tmp_path):
     from_b = np.array([row == [256] * 16 for row in rows])
     assert from_b.sum() == 10
     assert np.abs(np.cumsum(from_b) - np.arange(1, 41) / 4).max() < 1
+
+
+def validation_rows(stages, dp, size, accumulation, **changes):
+    """Rows of labels of one validation in global order."""
+    config = make_config(
+        data_stages=stages, dp=dp, micro_batch_size=size, batch_accumulation_per_replica=accumulation, **changes
+    )
+    feeds = [make_feed(config, rank=rank) for rank in range(dp)]
+    rows = []
+    for batches in zip(*(feed.validation(1) for feed in feeds), strict=True):
+        for microbatches in batches:
+            assert len(microbatches) == accumulation
+            rows += [row for batch in microbatches for row in batch.labels.tolist()]
+    for feed in feeds:
+        feed.close()
+    return rows
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_validation_reads_the_same_rows_once_on_every_layout(nanoset, tmp_path, limit):
+    write_nanoset(tmp_path / "held out", [[number % 257 for number in range(8 * 29 + 1)]])
+    stages = [stage(str(nanoset)) | {"validation": {"dataset_folder": str(tmp_path / "held out")}}]
+    reference = validation_rows(stages, 1, 12, 1, limit_val_batches=limit)
+    full = [row for row in reference if row != [IGNORED_LABEL] * 8]
+    assert len({tuple(row) for row in full}) == len(full) == (24 if limit else 29)
+    assert len(reference) == (24 if limit else 36)
+    for layout in [(2, 3, 2), (3, 2, 2), (12, 1, 1)]:
+        assert validation_rows(stages, *layout, limit_val_batches=limit) == reference
+
+
+def test_validation_takes_nothing_from_training_and_repeats_itself(nanoset):
+    stages = [stage(str(nanoset)) | {"validation": {"dataset_folder": str(nanoset)}}]
+    feed = make_feed(make_config(data_stages=stages))
+    plain = make_feed(make_config(data_stages=[stage(str(nanoset))]))
+    for n in (1, 2, 3):
+        validations = [[batch.tokens.tolist() for part in feed.validation(n) for batch in part] for _ in range(2)]
+        assert validations[0] == validations[1]
+        assert torch.equal(feed.step(n).microbatches[0].tokens, plain.step(n).microbatches[0].tokens)
+    assert list(plain.validation(1)) == []
+    feed.close()
+    plain.close()

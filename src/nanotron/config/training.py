@@ -8,8 +8,6 @@ from pydantic import BeforeValidator, Discriminator, Tag
 
 from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, fill, key, required, section
 
-_NO_VALIDATION = "there is no validation while training; evaluate checkpoints"
-
 
 @section
 class TokensArgs:
@@ -21,10 +19,8 @@ class TokensArgs:
         "Micro-batches per replica and step; a step has micro_batch_size · this · dp samples.", example=8, gt=0
     )
     train_steps: Int = key(1000, "Steps of the whole run.", gt=0)
-    val_check_interval: Int = key(
-        -1, "Steps from one validation to the next; -1 is never.", refused=_NO_VALIDATION, allowed=(-1,)
-    )
-    limit_val_batches: Int = key(0, "Batches of a validation.", refused=_NO_VALIDATION, allowed=(0,))
+    val_check_interval: Int = key(-1, "Steps from one validation to the next; -1 is never.", ge=-1)
+    limit_val_batches: Int = key(0, "Batches of a validation; 0 is the whole validation set.", ge=0)
     limit_test_batches: Int = key(0, "Batches of a test.", notice="there is no test run", ge=0)
 
 

@@ -9,7 +9,7 @@ Legend of shapes: b micro_batch_size, s the stage's sequence length.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ from nanotron.data.replica import ReplicaShare
 from nanotron.data.sources import ScheduledStage, build_stages
 from nanotron.data.stage import StreamStage
 from nanotron.data.stream import EndOfData
+from nanotron.data.windows import Window, empty_window
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 
@@ -83,6 +84,7 @@ class Feed:
         replica_batch = self._micro_batch_size * self._accumulation
         self._first_row = mesh.coord("dp") * replica_batch
         self._global_batch = mesh.size("dp") * replica_batch
+        self._validation_batches = config.tokens.limit_val_batches
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
         self._stages = build_stages(config)
         self.consumed = {scheduled.name: int((consumed or {}).get(scheduled.name, 0)) for scheduled in self._stages}
@@ -140,6 +142,25 @@ class Feed:
         num_tokens = self._global_batch * scheduled.sequence_length
         return StepData(scheduled.name, [self._batch(part) for part in rows], self._global_batch, num_tokens)
 
+    def validation(self, n: int) -> Iterator[list[Batch]]:
+        """The validation set of the stage active at update n, a global batch at a time: this replica's microbatches.
+
+        At most tokens.limit_val_batches of them (0: all). The same rows at every call and on every layout of the same
+        global batch; the last batch is filled up with rows that hold no target, so the token-weighted mean is exact.
+        """
+        scheduled = self._active(n)
+        if scheduled.validation is None:
+            return
+        assert scheduled.validation.num_samples is not None
+        num_rows = scheduled.validation.num_samples
+        if self._validation_batches:
+            num_rows = min(num_rows, self._validation_batches * self._global_batch)
+        count = self._micro_batch_size * self._accumulation
+        for first in range(self._first_row, num_rows + self._first_row, self._global_batch):
+            windows = scheduled.validation.rows(first, max(0, min(count, num_rows - first)))
+            windows += [empty_window(scheduled.sequence_length)] * (count - len(windows))
+            yield [self._batch(part) for part in self._collate(windows)]
+
     def _active(self, n: int) -> ScheduledStage:
         return [scheduled for scheduled in self._stages if scheduled.start <= n][-1]
 
@@ -189,15 +210,20 @@ class Feed:
 
     def _load(self, scheduled: ScheduledStage, first: int) -> _Loaded:
         """This replica's rows of the batch that begins at sample `first`."""
-        size, count = self._micro_batch_size, self._micro_batch_size * self._accumulation
+        count = self._micro_batch_size * self._accumulation
         position = None
         if isinstance(scheduled.stage, StreamStage):
             windows = scheduled.stage.rows(first, self._global_batch)[self._first_row : self._first_row + count]
             position = scheduled.stage.state_dict()
         else:
             windows = scheduled.stage.rows(first + self._first_row, count)
-        parts = [windows[start : start + size] for start in range(0, count, size)]
-        return _Loaded([collate(part, document_masking=self._document_masking) for part in parts], position)
+        return _Loaded(self._collate(windows), position)
+
+    def _collate(self, windows: list[Window]) -> list[Rows]:
+        """One item per microbatch."""
+        size = self._micro_batch_size
+        parts = [windows[start : start + size] for start in range(0, len(windows), size)]
+        return [collate(part, document_masking=self._document_masking) for part in parts]
 
     def _batch(self, rows: Rows) -> Batch:
         doc_starts = None if rows.doc_starts is None else self._tensor(rows.doc_starts)

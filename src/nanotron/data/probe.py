@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import NamedTuple
 
-from nanotron.config import Config, DatasetStageArgs, EmbeddedCorpusArgs, NanosetDatasetsArgs
+from nanotron.config import (
+    Config,
+    CustomDatasetArgs,
+    EmbeddedCorpusArgs,
+    NanosetDatasetsArgs,
+    PretrainDatasetsArgs,
+    SFTDatasetsArgs,
+)
+from nanotron.config.data import AnyDataset
 from nanotron.data.blend import round_weights
 from nanotron.data.corpus import VOCAB_SIZE
 from nanotron.data.nanoset import NanosetFile, find_nanoset_files, read_metadata
@@ -31,8 +40,15 @@ def probe_stages(config: Config) -> list[DataProblem]:
     """Everything wrong with the data of every stage, as far as metadata and file sizes tell."""
     problems = []
     for number, stage in enumerate(config.data_stages):
-        path = ("data_stages", number, "data", "dataset")
-        problems += [DataProblem((*path, *key), text) for key, text in _dataset_problems(config, stage)]
+        sequence_length = stage.sequence_length or config.tokens.sequence_length
+        for key, dataset in ((("data", "dataset"), stage.data.dataset), (("validation",), stage.validation)):
+            path = ("data_stages", number, *key)
+            found = _dataset_problems(dataset, sequence_length)
+            problems += [DataProblem((*path, *name), text) for name, text in found]
+            if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs) and tokenizer_name(config) is None:
+                text = "missing; the texts of data_stages have to be tokenized"
+                problems.append(DataProblem(("tokenizer", "tokenizer_name_or_path"), text))
+    problems += _validation_problems(config)
     try:
         size = model_vocab_size(config)
     except ConfigError as error:
@@ -45,10 +61,30 @@ def probe_stages(config: Config) -> list[DataProblem]:
     return problems
 
 
-def _dataset_problems(config: Config, stage: DatasetStageArgs) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    dataset = stage.data.dataset
-    if not isinstance(dataset, NanosetDatasetsArgs):
-        return
+def _validation_problems(config: Config) -> Iterator[DataProblem]:
+    """A validation set that is never read, or a validation without one."""
+    interval = config.tokens.val_check_interval
+    with_one = [number for number, stage in enumerate(config.data_stages) if stage.validation is not None]
+    if interval > 0 and not with_one:
+        text = f"{interval}, but no stage has a validation data set; add one to a stage or set -1"
+        yield DataProblem(("tokens", "val_check_interval"), text)
+    if interval < 1 and with_one:
+        text = f"is never read with tokens.val_check_interval={interval}; set the steps from one validation to the next"
+        yield DataProblem(("data_stages", with_one[0], "validation"), text)
+
+
+def _dataset_problems(dataset: AnyDataset | None, sequence_length: int) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    if isinstance(dataset, NanosetDatasetsArgs):
+        yield from _folder_problems(dataset, sequence_length)
+    if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs) and find_spec("datasets") is None:
+        yield ("hf_dataset_or_datasets",), "reading Hugging Face data sets needs a package: pip install datasets"
+    if isinstance(dataset, CustomDatasetArgs):
+        place = dataset.python.rpartition(":")[0]
+        if not place or (place.endswith(".py") and not os.path.isfile(place)):
+            yield ("python",), f"{dataset.python!r} names no file.py:function or module:function that exists"
+
+
+def _folder_problems(dataset: NanosetDatasetsArgs, sequence_length: int) -> Iterator[tuple[tuple[str | int, ...], str]]:
     folders = dataset.dataset_folder
     for name in ("dataset_weights", "dataset_max_tokens"):
         values = getattr(dataset, name)
@@ -62,7 +98,7 @@ def _dataset_problems(config: Config, stage: DatasetStageArgs) -> Iterator[tuple
     for number, folder in enumerate(folders):
         try:
             files = open_token_files(folder, token_bytes=dataset.token_size_in_bytes)
-            TokenWindows(folder, files, stage.sequence_length or config.tokens.sequence_length)
+            TokenWindows(folder, files, sequence_length)
             for file in files:
                 if isinstance(file, NanosetFile) and file.num_tokens:
                     _ = file.document_ends  # checks the size of the index and its last entry

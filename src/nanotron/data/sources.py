@@ -29,6 +29,7 @@ from nanotron.data.stream import DocumentStream
 from nanotron.data.token_files import open_token_files
 from nanotron.data.tokenizer import end_of_document_id, load_tokenizer
 from nanotron.data.windows import IndexedSource, TokenFile, TokenWindows
+from nanotron.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,6 +45,7 @@ class ScheduledStage:
     start: int
     sequence_length: int
     stage: Stage | StreamStage
+    validation: Stage | None
 
 
 def build_stages(config: Config) -> list[ScheduledStage]:
@@ -55,24 +57,38 @@ def build_stages(config: Config) -> list[ScheduledStage]:
 
 def _build_stage(config: Config, args: DatasetStageArgs, vocab_size: int) -> ScheduledStage:
     sequence_length = args.sequence_length or config.tokens.sequence_length
-    stage = open_stage(config, args, args.data.dataset, sequence_length, vocab_size)
-    return ScheduledStage(args.name, args.start_training_step, sequence_length, stage)
+    stage = _open(config, args, args.data.dataset, sequence_length, vocab_size, name=args.name, repeat=args.data.repeat)
+    validation = None
+    if args.validation is not None:
+        name = f"{args.name}, validation"
+        opened = _open(config, args, args.validation, sequence_length, vocab_size, name=name, repeat=False)
+        if isinstance(opened, StreamStage):
+            raise ConfigError(f"data_stages {args.name!r}: validation needs a data set with a length, not a stream")
+        validation = opened
+    return ScheduledStage(args.name, args.start_training_step, sequence_length, stage, validation)
 
 
-def open_stage(
-    config: Config, args: DatasetStageArgs, dataset: AnyDataset | None, sequence_length: int, vocab_size: int
+def _open(
+    config: Config,
+    args: DatasetStageArgs,
+    dataset: AnyDataset | None,
+    sequence_length: int,
+    vocab_size: int,
+    *,
+    name: str,
+    repeat: bool,
 ) -> Stage | StreamStage:
     """A data set's sources, blended, in the order that the stage's keys ask for."""
     sources = _open_sources(config, args, dataset, sequence_length, vocab_size)
     if isinstance(sources[0], DocumentStream):
-        return StreamStage(args.name, [source for source in sources if isinstance(source, DocumentStream)])
+        return StreamStage(name, [source for source in sources if isinstance(source, DocumentStream)])
     return Stage(
-        args.name,
+        name,
         [source for source in sources if not isinstance(source, DocumentStream)],
         dataset.dataset_weights if isinstance(dataset, NanosetDatasetsArgs) else None,
         seed=args.data.seed,
         shuffle_block=args.data.shuffle_block,
-        repeat=args.data.repeat,
+        repeat=repeat,
     )
 
 

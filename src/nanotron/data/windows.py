@@ -30,6 +30,12 @@ class Window(NamedTuple):
     """[S+1] whether each token may be a target; None: all may."""
 
 
+def empty_window(sequence_length: int) -> Window:
+    """A row without any target, which adds nothing to a loss."""
+    size = sequence_length + 1
+    return Window(np.zeros(size, np.int64), starts=None, targets=np.zeros(size, np.bool_))
+
+
 class TokenFile(Protocol):
     """A file of tokens that is read by ranges and never in full."""
 

@@ -91,6 +91,8 @@ def step_line(row: Mapping[str, Any], *, train_steps: int, batch_tokens: int, et
         "global_batch_size": human_format(batch_tokens),  # in tokens, as users of these lines are used to
         "lm_loss": f"{row['lm_loss']:#.6g}",
     }
+    if "val_loss" in row:
+        parts["val_loss"] = f"{row['val_loss']:#.6g}"
     parts |= {key: human_format(row[key]) for key in ("z_loss", "grad_norm", "lr") if key in row}
     parts["model_tflops_per_device"] = human_format(row["model_tflops_per_device"])
     if "mfu" in row:
