@@ -84,15 +84,12 @@ class Training:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str) -> None:
         self._config, self._mesh = config, mesh
-        schedule, layers = pipeline_schedule(config), layers_of_stages(config)
-        stages = [schedule.placement(mesh.coord("pp"), index) for index in range(schedule.num_chunks)]
-        held = [Held(layers[stage], stage == 0, stage == schedule.num_stages - 1) for stage in stages]
-        self.chunks = build_chunks(config, mesh, held, device)
+        self.chunks = build_chunks(config, mesh, held_by(config, mesh.coord("pp")), device)
         self.buckets = build_buckets(config, mesh, self.chunks)
         self.optimizer = build_optimizer(config, self.buckets)
         self.pipeline = Pipeline(
             self.chunks,
-            schedule,
+            pipeline_schedule(config),
             mesh,
             hidden_size=config.model.model_config.hidden_size,
             dtype=getattr(torch, config.model.dtype),
@@ -153,6 +150,13 @@ class Held(NamedTuple):
     layers: tuple[int, int]
     embed: bool
     head: bool
+
+
+def held_by(config: Config, pp_rank: int) -> list[Held]:
+    """What each chunk of a pipeline rank holds."""
+    schedule, layers = pipeline_schedule(config), layers_of_stages(config)
+    stages = [schedule.placement(pp_rank, index) for index in range(schedule.num_chunks)]
+    return [Held(layers[stage], stage == 0, stage == schedule.num_stages - 1) for stage in stages]
 
 
 def build_chunks(config: Config, mesh: Mesh, held: Sequence[Held], device: torch.device | str) -> list[Llama]:

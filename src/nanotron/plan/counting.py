@@ -1,0 +1,123 @@
+"""Counts what code does while it runs on fake tensors: bytes alive, operations, collectives.
+
+The code is the trainer's own and really runs; only its tensors have no data. Whatever the planner says about memory
+and traffic was seen here, so there are no formulas that could drift away from the code.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+}
+_MATMULS = {"mm", "addmm", "addmm_", "bmm"}
+_ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": 2.0, "_scaled_dot_product_flash_attention_for_cpu_backward": 5.0}
+"""Matrix products of [s, e] by [e, s] size that each kernel makes: the backward computes the scores again."""
+
+
+class Traffic(NamedTuple):
+    """A key of `Work`: calls and bytes of one kind of collective along one axis."""
+
+    kind: str
+    axis: str
+    what: str
+    """"calls", or "bytes" of the whole tensor: what an all-gather ends with, what a reduce-scatter begins with."""
+
+
+Work = Counter["str | Traffic"]
+"""What code did: "matmul" and "attention" in FLOPs, "moved" in bytes read and written by all other kernels, "kernels"
+launched, and `Traffic`."""
+
+
+class Counting(TorchDispatchMode):
+    """Count everything that runs inside, forward or backward.
+
+    ``alive`` bytes are those of the storages that somebody still holds; a view costs nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self.work: Work = Counter()
+        self._storages: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._count_collective(func, args)
+        elif func.namespace == "aten":
+            self._count_operator(func, args, result)
+        return result
+
+    @contextmanager
+    def section(self) -> Iterator[Work]:
+        """Yield a count of its own for what runs inside; ``peak`` starts anew from what is alive."""
+        outer, self.work = self.work, Counter()
+        self.peak = self.alive
+        try:
+            yield self.work
+        finally:
+            self.work = outer
+
+    def shapes_alive(self) -> Iterable[tuple[int, ...]]:
+        """The shape with which each living storage was made."""
+        return [shape for _, shape in self._storages.values()]
+
+    def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = func._opname
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        groups = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)]
+        axis = ProcessGroup.unbox(groups[0]).group_name
+        self.work[Traffic(COLLECTIVES[name], axis, "calls")] += 1
+        self.work[Traffic(COLLECTIVES[name], axis, "bytes")] += max(_bytes(tensor) for tensor in tensors)
+
+    def _count_operator(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        fresh = [self._holds(tensor) for tensor in outputs]
+        if not (any(fresh) or func._schema.is_mutable) or func._opname.startswith(("empty", "new_empty")):
+            return  # a view, or memory without values: no kernel runs
+        self.work["kernels"] += 1
+        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        name = func._opname
+        if name in _MATMULS:
+            a, b = inputs[-2:]
+            self.work["matmul"] += 2 * a.numel() * b.shape[-1]
+        elif name in _ATTENTION:
+            query, key = inputs[:2] if name.endswith("cpu") else inputs[1:3]
+            causal_half = 0.5
+            self.work["attention"] += round(_ATTENTION[name] * 2 * query.numel() * key.shape[-2] * causal_half)
+        else:
+            self.work["moved"] += sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
+
+    def _holds(self, tensor: Tensor) -> bool:
+        """Note a storage that was not alive before; tell whether it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return False
+        self._storages[key] = (storage.nbytes(), tuple(tensor.shape))
+        self.alive += storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._frees, key)
+        return True
+
+    def _frees(self, key: int) -> None:
+        self.alive -= self._storages.pop(key)[0]
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Bytes that a kernel must read: a broadcast tensor only has those of its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,0 +1,85 @@
+"""What stands in for a cluster: process groups without peers, and the kernels of an accelerator on a CPU build."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import Function
+from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nanotron.mesh import AxisSizes, Mesh
+from nanotron.plan.counting import Counting
+
+
+class FakeMesh(Mesh):
+    """A mesh whose groups answer at once, made when they are first asked for, and named after their axes."""
+
+    def __init__(self, axes: AxisSizes | None = None, rank: int = 0) -> None:
+        super().__init__(axes, rank)
+        self._fakes: dict[str, ProcessGroup | None] = {}
+
+    def group(self, *axes: str) -> ProcessGroup | None:
+        name = "+".join(axes)
+        if name not in self._fakes:
+            self._fakes[name] = _fake_group(name, len(self.ranks_along(*axes)))
+        return self._fakes[name]
+
+    def group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
+        return _fake_group("world" if len(ranks) == self.world else "tied", len(ranks))
+
+
+def _fake_group(name: str, size: int) -> ProcessGroup | None:
+    if size == 1:
+        return None
+    group = ProcessGroup(FakeStore(), 0, size)
+    backend = FakeProcessGroup._create_internal(0, size)  # type: ignore[attr-defined]
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend)
+    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+    group._set_group_name(name)
+    return group
+
+
+@contextmanager
+def counting(*, accelerator: bool) -> Iterator[Counting]:
+    """Run what is inside on fake tensors and count it; with the kernels of an accelerator, or those of a CPU.
+
+    The fake device is "cpu" either way: "meta" would take the attention path that keeps s × s scores, and a fake
+    "cuda" needs a build for it.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode())
+        if accelerator:
+            stack.enter_context(_AcceleratorKernels())
+        yield stack.enter_context(Counting())
+
+
+class _AcceleratorKernels(TorchFunctionMode):
+    """Operations for which an accelerator has one kernel while a CPU composes several, which keep more."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.rms_norm:
+            return _FusedRmsNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+class _FusedRmsNorm(Function):
+    """The memory and traffic of torch's fused RMS norm: it keeps its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.mul(x, grad), torch.zeros_like(weight)
