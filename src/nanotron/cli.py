@@ -172,12 +172,12 @@ def timeline(
 
     config = checked(config_file, [*override, "checkpoints.resume_checkpoint_path=null"])  # nothing is resumed here
     picture = predict(config, costs=costs, transfer=transfer, schedules=schedule, run=run, step=step)
-    print(picture.text())
     for path in output:
         if path.suffix == ".csv":
             path.write_text(as_csv(config), encoding="utf-8")
         else:
             picture.write(path)
+    print(picture.text())
 
 
 @app.command()
