@@ -272,9 +272,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
     if q.device.type == "cpu":  # reading the boundaries costs nothing here, and saves the s × s mask
         return torch.stack([_attend_documents(*row, doc_starts[i]) for i, row in enumerate(zip(q, k, v, strict=True))])
-    index = torch.arange(q.shape[2], device=q.device)
-    mask = (index[:, None] >= index) & (index >= doc_starts[:, None, :, None])  # [b, 1, s, s]
+    mask = _document_mask(doc_starts)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+
+
+def _document_mask(doc_starts: Tensor) -> Tensor:
+    """Which keys each query sees, its own document up to itself: doc_starts [b, s] -> [b, 1, s, s]."""
+    index = torch.arange(doc_starts.shape[1], device=doc_starts.device)
+    return (index[:, None] >= index) & (index >= doc_starts[:, None, :, None])
 
 
 def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor) -> Tensor:

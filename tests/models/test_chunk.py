@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.comm import all_reduce
+from nanotron.layers import _document_mask, causal_attention
 from nanotron.mesh import Mesh, training_axes
 from nanotron.models.llama import Llama
 from nanotron.models.specs import llama_specs
@@ -190,7 +191,10 @@ def test_deferred_weight_gradients_equal_immediate_ones_and_each_is_reported_onc
         assert model.weight_grads.take() == []
         through_autograd = {name for name, weight in model.weights.items() if weight.grad is not None}
         assert all("norm" in name for name in through_autograd)
-        assert all(reported.count(name) == model.uses(name, batch.tokens.shape[1]) for name in buffers.keys() - through_autograd)
+        assert all(
+            reported.count(name) == model.uses(name, batch.tokens.shape[1])
+            for name in buffers.keys() - through_autograd
+        )
         found.append({name: buffers[name] for name in buffers.keys() - through_autograd})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -230,6 +234,16 @@ def test_documents_in_one_row_do_not_see_each_other() -> None:
     assert not torch.allclose(packed[:, 9:], plain[:, 9:])
 
 
+def test_the_document_mask_of_devices_equals_attention_document_by_document() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 10, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    doc_starts = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 8, 8]])
+    mask = _document_mask(doc_starts)
+    q4, k4, v4 = (x.transpose(1, 2) for x in (q, k, v))
+    masked = torch.nn.functional.scaled_dot_product_attention(q4, k4, v4, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(masked.transpose(1, 2), causal_attention(q, k, v, doc_starts))
+
+
 def test_positions_that_are_no_targets_add_nothing_to_the_loss() -> None:
     model = whole_model(tiny_config(), dtype=torch.float64)
     batch = tiny_batch(rows=1)
@@ -239,3 +253,17 @@ def test_positions_that_are_no_targets_add_nothing_to_the_loss() -> None:
         expected = torch.nn.functional.cross_entropy(logits[valid], batch.labels[valid], reduction="sum")
     assert logits.shape == (1, 24, VOCABULARY)
     torch.testing.assert_close(losses["lm"], expected)
+
+
+def test_z_loss_and_its_gradient_equal_autograd_through_plain_operations() -> None:
+    model = whole_model(tiny_config(z_loss_enabled=True, z_loss_coefficient=0.3), dtype=torch.float64)
+    batch = tiny_batch(rows=1)
+    logits, losses, _ = model(None, batch)
+    valid = batch.labels != IGNORED_LABEL
+    plain = logits.detach().requires_grad_()
+    lm = torch.nn.functional.cross_entropy(plain[valid], batch.labels[valid], reduction="sum")
+    z = 0.3 * plain.logsumexp(-1)[valid].square().sum()
+    torch.testing.assert_close((losses["lm"], losses["z"]), (lm, z))
+    (grad,) = torch.autograd.grad(losses["lm"] + losses["z"], logits)
+    (expected,) = torch.autograd.grad(lm + z, plain)
+    torch.testing.assert_close(grad, expected)

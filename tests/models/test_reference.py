@@ -15,7 +15,7 @@ from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.config.model import ModelConfig, RopeScalingArgs
 from tests.models.tiny import differing, gradients, mean_loss, tiny_batch, tiny_config, whole_model
 
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 48}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama grouped heads": ("llama", {}),
