@@ -22,11 +22,14 @@ def random_documents(count, *, seed=0, vocab_size=257, longest=40):
 
 
 def make_config(**changes):
-    """A tiny config; `changes` go to tokens, but for `data_stages`, `tokenizer`, `model_config` and `dp`."""
+    """A tiny config; `changes` go to tokens, unless they are named like a section, `model_config`, `dtype` or `dp`."""
     model = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 257}
     config = {
-        "parallelism": {"dp": changes.pop("dp", 1)},
-        "model": {"model_config": {**model, **changes.pop("model_config", {})}},
+        "parallelism": changes.pop("parallelism", {"dp": changes.pop("dp", 1)}),
+        "model": {
+            "dtype": changes.pop("dtype", "float32"),
+            "model_config": {**model, **changes.pop("model_config", {})},
+        },
         "optimizer": {"learning_rate_scheduler": {"learning_rate": 1e-3}},
     }
     config |= {name: changes.pop(name) for name in ("data_stages", "tokenizer") if name in changes}

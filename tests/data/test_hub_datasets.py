@@ -1,5 +1,6 @@
 """Hugging Face data sets as a stage's data: tokenized once, cached, and read like any token file."""
 
+import hashlib
 import itertools
 import json
 import os
@@ -175,3 +176,40 @@ def test_texts_without_a_tokenizer_are_refused(tokenizer):
     config = config_for(None, {"hf_dataset_or_datasets": save({"text": TEXTS})})
     with pytest.raises(ConfigError, match=r"tokenizer.tokenizer_name_or_path: missing"):
         prepare_data(config)
+
+
+def test_two_stages_of_folders_and_a_hub_data_set_stop_in_the_second_and_resume_on_another_dp(tokenizer):
+    from tests.data.fixtures import random_documents, write_nanoset
+
+    write_nanoset(Path("one"), random_documents(40, seed=1))
+    write_nanoset(Path("two"), random_documents(40, seed=2))
+    folders = {"dataset_folder": {"one": 3, "two": 1}}
+    hub = {"hf_dataset_or_datasets": save({"text": TEXTS})}
+    stages = [
+        {"name": "first", "start_training_step": 1, "data": {"dataset": folders}},
+        {"name": "second", "start_training_step": 3, "sequence_length": 12, "data": {"dataset": hub}},
+    ]
+
+    def digests(dp, steps, consumed=None):
+        sizes = {"dp": dp, "micro_batch_size": 1, "batch_accumulation_per_replica": 4 // dp}
+        named = {"tokenizer_name_or_path": tokenizer}
+        config = make_config(data_stages=stages, model_config={"vocab_size": 300}, tokenizer=named, **sizes)
+        feeds = [
+            Feed(config, Mesh({"dp": dp}, rank), device=torch.device("cpu"), consumed=consumed) for rank in range(dp)
+        ]
+        found = []
+        for step in steps:
+            rows = [
+                row.numpy().tobytes() for feed in feeds for part in feed.step(step).microbatches for row in part.tokens
+            ]
+            found += [hashlib.sha256(row).hexdigest() for row in rows]
+        for feed in feeds:
+            feed.close()
+        return found, feeds[0].state_dict()
+
+    whole, end = digests(1, range(1, 8))
+    before, state = digests(2, range(1, 5))
+    after, resumed_end = digests(4, range(5, 8), state["consumed"])
+    assert before + after == whole
+    assert resumed_end == end
+    assert end["consumed"] == {"first": 8, "second": 20}
