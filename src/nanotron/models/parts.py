@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from nanotron.models.existing_names import existing_name
 from nanotron.models.specs import EMBED, FINAL_NORM, HEAD
 from nanotron.params import Box, ParamSpec
 
@@ -73,35 +74,15 @@ def hugging_face_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> d
 
 def existing_nanotron_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, list[Part]]:
     """The tensors of the existing Nanotron that each parameter is made of; rotary channels are in our order there."""
-    ends = {
-        EMBED: "model.token_position_embeddings.pp_block.token_embedding.weight",
-        FINAL_NORM: "model.final_layer_norm.pp_block.weight",
-        HEAD: "model.lm_head.pp_block.weight",
-    }
-    whole = {
-        "attn_norm": "input_layernorm",
-        "attn.out": "attn.o_proj",
-        "attn.q": "attn.qkv_proj",
-        "attn.q_norm": "attn.q_norm",
-        "attn.k_norm": "attn.k_norm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp.down": "mlp.down_proj",
-    }
-    queries = config.num_attention_heads * config.head_dim
-    stacked = {"attn.kv": ("attn.qkv_proj", queries), "mlp.gate_up": ("mlp.gate_up_proj", 0)}
+    first_row = {"attn.kv": config.num_attention_heads * config.head_dim, "mlp.gate_up": 0}
 
     def parts(spec: ParamSpec) -> list[Part]:
-        if spec.name in ends:
-            return [Part(ends[spec.name], _whole(spec))]
-        layer, module, kind = _split(spec.name)
-        prefix = f"model.decoder.{layer}.pp_block"
-        if module in whole:
-            return [Part(f"{prefix}.{whole[module]}.{kind}", _whole(spec))]
-        name, row = stacked[module]
-        return [
-            Part(f"{prefix}.{name}.{kind}", _slice(spec, i), row=row + i * spec.shape[1], stacked=True)
-            for i in range(2)
-        ]
+        name = existing_name(spec.name)
+        module = spec.name.split(".", 2)[-1].rpartition(".")[0]
+        if module not in first_row:
+            return [Part(name, _whole(spec))]
+        row, rows = first_row[module], spec.shape[1]
+        return [Part(name, _slice(spec, i), row=row + i * rows, stacked=True) for i in range(2)]
 
     return {name: parts(spec) for name, spec in specs.items()}
 
