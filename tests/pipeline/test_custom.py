@@ -59,6 +59,10 @@ def test_a_python_function_is_a_schedule(tmp_path: Path) -> None:
         ("bad.py:f", "importing it raised SyntaxError"),
         ("absent.csv", "there is no file"),
         ("cell.csv", r"cell.csv, line 2: '0X1' is not an action"),
+        (
+            "short.csv",
+            r"tokens.batch_accumulation_per_replica=4 does not fit .*short.csv, which is written for 1 micro",
+        ),
         ("two.csv", "has lines for 2 ranks; parallelism.pp=3"),
         ("one_stage.csv", "rank 0 has 1 stages, parallelism.pp_virtual_stages=2"),
     ],
@@ -67,6 +71,7 @@ def test_mistakes_are_named(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "mine.py").write_text(PYTHON)
     (tmp_path / "bad.py").write_text("def f(:")
     (tmp_path / "cell.csv").write_text("0F0\n0F0,0X1\n")
+    (tmp_path / "short.csv").write_text("0F0,5F0\n1F0,4F0\n2F0,3F0\n")
     (tmp_path / "two.csv").write_text("0F0\n1F0\n")
     (tmp_path / "one_stage.csv").write_text("0F0\n1F0\n2F0\n")
     with pytest.raises(ConfigError, match=message):

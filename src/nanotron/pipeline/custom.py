@@ -83,8 +83,15 @@ def _from_csv(path: Path, ranks: int, virtual_stages: int) -> Schedule:
                 f"give every rank as many stages as pp_virtual_stages says"
             )
 
-    def order(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-        return (Action(kind, microbatch, stages[rank].index(stage)) for stage, kind, microbatch in rows[rank])
+    count = len({microbatch for row in rows for _, _, microbatch in row})
+
+    def order(rank: int, ranks: int, microbatches: int) -> list[Action]:
+        if microbatches != count:
+            raise ConfigError(
+                f"tokens.batch_accumulation_per_replica={microbatches} does not fit {_KEY}={path}, "
+                f"which is written for {count} microbatches"
+            )
+        return [Action(kind, microbatch, stages[rank].index(stage)) for stage, kind, microbatch in rows[rank]]
 
     return Schedule(str(path), ranks, virtual_stages, lambda rank, chunk, ranks: stages[rank][chunk], order)
 

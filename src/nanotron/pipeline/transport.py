@@ -121,6 +121,8 @@ class Transport:
             outgoing(transfer.message).contiguous() if leaves else self._buffer()
             for transfer, leaves in zip(transfers, sent, strict=True)
         ]
+        for tensor in tensors:
+            assert (tensor.shape, tensor.dtype) == (self._shape, self._dtype), "every message has one shape and dtype"
         peer_rank = self._mesh.rank_at(pp=peer)
         operations = [
             dist.P2POp(dist.isend if leaves else dist.irecv, tensor, peer_rank, group)
