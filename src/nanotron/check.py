@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from nanotron.checkpoint.resume import find_resume
+from nanotron.checkpoint.resume import find_resume, newest_complete
 from nanotron.config import Config, ExistingCheckpointInit
 from nanotron.config.document import Problem, dump, parse
 from nanotron.config.keys import dotted, fill, path_of, status_of, walk
@@ -191,12 +191,15 @@ def _initial_weights_exist(config: Config) -> Findings:
     if not isinstance(init, ExistingCheckpointInit) or "://" in init.path:
         return
     names = os.listdir(init.path) if os.path.isdir(init.path) else []
-    if not {"index.json", "config.json"} & set(names):
+    if (
+        not {"index.json", "config.json", "checkpoint_metadata.json"} & set(names)
+        and newest_complete(init.path) is None
+    ):
         found = f"holds {', '.join(sorted(names)[:4]) or 'nothing'}" if os.path.isdir(init.path) else "is no folder"
         yield (
             "model.init_method.path",
-            f"{init.path} {found}; name a step folder of a checkpoint (with index.json) or a Hugging Face model folder"
-            " (with config.json)",
+            f"{init.path} {found}; name a checkpoint (with index.json), a folder of checkpoints, or a Hugging Face"
+            " model folder (with config.json)",
         )
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
+from pydantic.fields import FieldInfo
 
 from nanotron.check import check
-from nanotron.config import get_config_from_file
+from nanotron.config import Config, get_config_from_file
 from nanotron.config.document import parse
-from nanotron.config.keys import fields_of, status_of
+from nanotron.config.keys import fields_of, section_classes, status_of
 from nanotron.config.messages import all_keys
 from nanotron.config.presets import PRESETS, starter
 from nanotron.config.reference import reference, status_table
@@ -202,19 +205,24 @@ def test_the_reference_is_fresh_and_every_key_is_described() -> None:
         assert f"| `{path[-1]}` |" in reference()
 
 
-def test_every_key_is_declared_with_a_description_that_is_a_sentence() -> None:
-    from nanotron.config.config import Config
-    from nanotron.config.keys import section_classes
-
-    sections, todo = set(), [Config]
+def declarations() -> Iterator[tuple[type[Any], str, FieldInfo]]:
+    """Every key of every section class, once."""
+    done: set[type[Any]] = set()
+    todo: list[type[Any]] = [Config]
     while todo:
         section = todo.pop()
-        sections.add(section)
-        for name, info in fields_of(section).items():
-            assert info.description, f"{section.__name__}.{name}"
-            assert info.description.endswith("."), f"{section.__name__}.{name}: {info.description}"
-            assert not (status_of(info).notice and status_of(info).refused)
-            todo += [found for found in section_classes(info.annotation) if found not in sections]
+        if section not in done:
+            done.add(section)
+            for name, info in fields_of(section).items():
+                yield section, name, info
+                todo += section_classes(info.annotation)
+
+
+def test_every_key_is_declared_with_a_description_that_is_a_sentence() -> None:
+    for section, name, info in declarations():
+        assert info.description, f"{section.__name__}.{name}"
+        assert info.description.endswith("."), f"{section.__name__}.{name}: {info.description}"
+        assert not (status_of(info).notice and status_of(info).refused)
 
 
 # The keys of the existing Nanotron that people's files have.
@@ -263,3 +271,23 @@ def test_the_compatibility_table_is_fresh_and_has_every_key_of_the_existing_nano
         section, keys = line.split(": ")
         missing = [key for key in keys.split() if f"| `{section}.{key}` |" not in table[1]]
         assert not missing, section
+
+
+def only_choice(info: FieldInfo) -> bool:
+    """Tell whether a key has one legal value."""
+    return get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1
+
+
+def test_every_honoured_key_is_read_by_some_part() -> None:
+    parts = [file for file in (ROOT / "src" / "nanotron").rglob("*.py") if file.name not in ("rules.py", "check.py")]
+    read = set()
+    for node in (node for file in parts for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            read.add(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            read |= {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
+    for section, name, info in declarations():
+        status = status_of(info)
+        a_choice = not section_classes(info.annotation) and not only_choice(info)
+        if a_choice and not (status.notice or status.refused or status.marker):
+            assert name in read, f"{section.__name__}.{name} is said to be honoured, but nothing reads it"

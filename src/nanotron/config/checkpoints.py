@@ -35,10 +35,10 @@ class CheckpointsArgs:
 
 @section
 class S3UploadArgs:
-    """Upload of checkpoints."""
+    """Copies of the checkpoints, uploaded behind training."""
 
-    upload_s3_path: str = required("Where to upload.", example="s3://bucket/run")
-    remove_after_upload: bool = required("Delete the local files afterwards.", example=True)
+    upload_s3_path: str = required("URL of the folder that they go to.", example="s3://bucket/run", min_length=1)
+    remove_after_upload: bool = required("Keep them only there; checkpoints_path then stays empty.", example=True)
     s5cmd_numworkers: Int | None = key(None, "Workers of s5cmd.", notice="s5cmd is not used")
     s5cmd_concurrency: Int | None = key(None, "Parts per file of s5cmd.", notice="s5cmd is not used")
     s5cmd_path: str | None = key(None, "Program file of s5cmd.", notice="s5cmd is not used")

@@ -53,10 +53,7 @@ class Config:
     metrics_logging: Section[MetricsLoggingArgs] = key(None, "How much is measured.", factory=MetricsLoggingArgs)
     profiler: ProfilerArgs | None = key(None, "A trace of some steps; null is none.")
     s3_upload: S3UploadArgs | None = key(
-        None,
-        "Upload of checkpoints by s5cmd.",
-        refused="set checkpoints.checkpoints_path to the s3:// URL itself; files are uploaded behind training",
-        allowed=(None,),
+        None, "Copies of the checkpoints elsewhere; checkpoints.checkpoints_path may also be a URL itself."
     )
     lighteval: dict[str, Any] | None = key(
         None,

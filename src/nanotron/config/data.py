@@ -182,8 +182,6 @@ class DatasetStageArgs:
     validation: AnyDataset | None = key(
         None,
         "The data set to validate on in this stage; null is none.",
-        refused="there is no validation while training; evaluate checkpoints",
-        allowed=(None,),
     )
 
 

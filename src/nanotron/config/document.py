@@ -127,7 +127,8 @@ def parse_value(text: str) -> Any:
 
 def _syntax_problem(error: yaml.YAMLError) -> Problem:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+    told = [getattr(error, name, None) for name in ("context", "problem", "reason")]
+    reason = ", ".join(part for part in told if part) or str(error).splitlines()[0]
     line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     return Problem((), f"not YAML at column {column}: {reason}", Place("", line, column))
 

@@ -255,7 +255,11 @@ class SpectralMupInit:
 class ExistingCheckpointInit:
     """Weights of an existing checkpoint; the optimizer starts afresh."""
 
-    path: str = required("A step folder of a checkpoint, or a Hugging Face model folder.", example="runs/base/1000")
+    path: str = required(
+        "A checkpoint, a folder of them (the newest is taken), an existing-Nanotron checkpoint, or a Hugging Face"
+        " model folder.",
+        example="runs/base/1000",
+    )
 
 
 def _init_kind(value: Any) -> str:

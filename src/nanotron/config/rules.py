@@ -6,6 +6,7 @@ breach, where key is the one to blame. A caution has the same form but describes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -48,7 +49,8 @@ def caution(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
 
 def divisors(number: int) -> list[int]:
     """Return the positive divisors of a number, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*small, *(number // candidate for candidate in small)})
 
 
 def listed(numbers: list[int]) -> str:
@@ -225,6 +227,13 @@ def _traced_steps_are_made(config: Config) -> Findings:
         )
 
 
+@rule("s3_upload")
+def _upload_goes_to_a_url(config: Config) -> Findings:
+    upload = config.s3_upload
+    if upload is not None and "://" not in upload.upload_s3_path:
+        yield "s3_upload.upload_s3_path", f"{upload.upload_s3_path} is no URL; write s3://bucket/folder"
+
+
 @rule("profiler", TRAIN_STEPS)
 def _profiler_fits(config: Config) -> Findings:
     profiler, steps = config.profiler, config.tokens.train_steps
@@ -258,7 +267,7 @@ def _stages_are_in_order(config: Config) -> Findings:
 
 
 @rule("data_stages")
-def _weights_match_folders(config: Config) -> Findings:
+def _folders_are_plausible(config: Config) -> Findings:
     for index, stage in enumerate(config.data_stages):
         dataset, key = stage.data.dataset, f"data_stages[{index}].data.dataset"
         if not isinstance(dataset, NanosetDatasetsArgs):
