@@ -22,14 +22,9 @@ def get_logger(name: str = ROOT) -> logging.Logger:
 
 
 def set_up_logging(level: str, level_replica: str, mesh: Mesh) -> None:
-    """Send our log lines to standard output, at this rank's level and with this rank's prefix.
-
-    ``passive``, a level that existing configs may hold, leaves the level to whoever set it before us.
-    """
+    """Send our log lines to standard output, at this rank's level and with this rank's prefix."""
     logger = logging.getLogger(ROOT)
-    chosen = level if mesh.rank == 0 else level_replica
-    if chosen != "passive":
-        logger.setLevel(chosen.upper())
+    logger.setLevel((level if mesh.rank == 0 else level_replica).upper())
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(_line_format(mesh), datefmt="%Y-%m-%d %H:%M:%S"))
     logger.handlers = [handler]
