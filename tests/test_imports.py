@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "plan": {"config", "mesh", "comm", "params", "models", "pipeline", "optim"},
     "step": {"config", "mesh", "comm", "params", "layout", "models", "pipeline", "optim", "checkpoint"},
     "validation": {"mesh", "comm", "step"},
+    "start": {"config", "mesh", "layout", "step", "checkpoint", "convert"},
     "stage_costs": {"*", "launch"},
     "timeline": {"config", "layout", "pipeline", "stage_costs"},
     "trainer": {"*", "launch"},

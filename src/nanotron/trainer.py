@@ -15,23 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nanotron.checkpoint.agreement import Store
-from nanotron.checkpoint.format import Piece
-from nanotron.checkpoint.read import load
-from nanotron.checkpoint.resume import Resume, agree_resume, check_data, check_shapes, check_shared, read_state
+from nanotron.checkpoint.resume import check_data
 from nanotron.checkpoint.write import Saver
-from nanotron.config import ExistingCheckpointInit
-from nanotron.convert.sources import load_weights
 from nanotron.data.feed import EndOfData, Feed, StepData
 from nanotron.data.fingerprint import fingerprint_changes
 from nanotron.launch import codes
 from nanotron.launch.folder import run_directory
-from nanotron.layout import parameter_specs
 from nanotron.logging import get_logger
 from nanotron.mesh import Mesh
 from nanotron.metrics.profiler import profiled
 from nanotron.metrics.record import Metrics
 from nanotron.optim.lr import learning_rate
 from nanotron.pipeline.trace import recorder
+from nanotron.start import load_or_begin, places
 from nanotron.step import ControlWord, Outcome, Training
 from nanotron.validation import validation_loss
 
@@ -55,7 +51,7 @@ def train(
     code. Raises ConfigError for what only now shows to be a mistake, such as a checkpoint of another model.
     """
     training = Training(config, mesh, device)
-    start = _load_or_initialize(training, config, mesh, store, allow_data_change=allow_data_change)
+    start = load_or_begin(training, config, mesh, store)
     if start.step >= config.tokens.train_steps:
         logger.info(
             f"nothing left to train: step {start.step} of tokens.train_steps={config.tokens.train_steps} is saved"
@@ -68,7 +64,7 @@ def train(
             logger.warning(line)
     metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
     checkpoints = config.checkpoints
-    path, copy_to = _places(config)
+    path, copy_to = places(config)
     saver = Saver(
         path,
         mesh.rank,
@@ -89,74 +85,6 @@ def train(
     finally:
         feed.close()
         metrics.close()
-
-
-class _Start(NamedTuple):
-    """Where a run begins; ``fingerprints`` of the data are a checkpoint's, None when the run starts afresh."""
-
-    step: int = 0
-    consumed: dict[str, int] | None = None
-    streams: dict[str, Any] | None = None
-    fingerprints: dict[str, Any] | None = None
-
-
-def _load_or_initialize(
-    training: Training, config: Config, mesh: Mesh, store: Store | None, *, allow_data_change: bool
-) -> _Start:
-    """Fill weights and optimizer from the checkpoint that the rules of resuming choose, or begin afresh."""
-    resume = _resume(config, mesh, store)
-    if resume is None:
-        _begin(training, config)
-        return _Start()
-    checkpoints = config.checkpoints
-    for line in resume.notices:
-        logger.warning(line)
-    check_shapes(resume.checkpoint, {name: spec.shape for name, spec in parameter_specs(config).items()})
-    state = read_state(resume.checkpoint)
-    load(resume.checkpoint, training.pieces() if checkpoints.load_optimizer else _weights(training))
-    if checkpoints.load_optimizer:
-        training.optimizer.updates.fill_(state["optimizer_updates"])
-    if not checkpoints.load_lr_scheduler:
-        logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
-        return _Start()
-    logger.info(f"resuming from {resume.checkpoint}, step {resume.step}")
-    return _Start(resume.step, state["consumed"], state["streams"], state["data"])
-
-
-def _places(config: Config) -> tuple[str, str | None]:
-    """The folder of the checkpoints, and the one that gets copies of them: ``s3_upload``, which may also replace it."""
-    path, upload = config.checkpoints.checkpoints_path, config.s3_upload
-    if upload is None:
-        return path, None
-    return (upload.upload_s3_path, None) if upload.remove_after_upload else (path, upload.upload_s3_path)
-
-
-def _resume(config: Config, mesh: Mesh, store: Store | None) -> Resume | None:
-    """The checkpoint to continue from, the same on every rank; copies are looked at when the folder itself has none."""
-    checkpoints = config.checkpoints
-    for place in _places(config):
-        if place is not None:
-            check_shared(place, mesh.rank, mesh.world, store)
-            wish = checkpoints.resume_checkpoint_path
-            found = agree_resume(place, wish, mesh.rank, mesh.world, store, verify=checkpoints.verify)
-            if found is not None:
-                return found
-    return None
-
-
-def _begin(training: Training, config: Config) -> None:
-    """Draw the initial weights, or take an existing model's."""
-    init = config.model.init_method
-    if isinstance(init, ExistingCheckpointInit):
-        load_weights(init.path, _weights(training), config.model.model_config)
-        logger.info(f"starting from the weights of {init.path}")
-    else:
-        training.initialize()
-
-
-def _weights(training: Training) -> Iterator[Piece]:
-    """The weights and their masters."""
-    return (piece for piece in training.pieces() if piece.kind in {"weight", "master"})
 
 
 class _Made(NamedTuple):
