@@ -109,14 +109,29 @@ def init(
 
 @app.command()
 def inspect(
-    path: Annotated[str, typer.Argument(help="A step's folder, or the folder of the steps.", show_default=False)],
+    path: Annotated[
+        str, typer.Argument(help="A step's folder, the folder of the steps, or a data set.", show_default=False)
+    ],
+    documents: Annotated[int, typer.Option(min=0, help="First documents of a data set to show.")] = 3,
+    token_bytes: Annotated[
+        int | None, typer.Option(min=2, max=4, help="Bytes per token, for flat .bin files.", show_default=False)
+    ] = None,
 ) -> None:
-    """Show what a checkpoint holds (step, layout, sizes, the norm of each tensor) and verify every byte of it."""
-    from nanotron.checkpoint.inspect import inspect_checkpoint, is_checkpoint
+    """Show what a checkpoint holds, and verify every byte of it; or what a data set holds: documents, lengths, text."""
+    from nanotron.data.inspect import inspect_dataset, is_dataset
 
-    if not is_checkpoint(path):
-        raise ConfigError(f"{path}: neither a step (index.json) nor a folder of steps")
-    for line in inspect_checkpoint(path):
+    if is_dataset(path):
+        lines = inspect_dataset(path, token_bytes=token_bytes, num_documents=documents)
+    else:
+        from nanotron.checkpoint.inspect import inspect_checkpoint, is_checkpoint
+
+        if not is_checkpoint(path):
+            raise ConfigError(
+                f"{path}: neither a checkpoint (a step with index.json, or a folder of steps) nor a data set (.ds, "
+                ".idx with .bin, .npy or .bin files)"
+            )
+        lines = inspect_checkpoint(path)
+    for line in lines:
         print(line)
 
 

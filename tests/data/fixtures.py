@@ -1,5 +1,7 @@
 """Small token files and configs for the data tests."""
 
+import struct
+
 import numpy as np
 
 from nanotron.config import get_config_from_dict
@@ -35,3 +37,17 @@ def make_config(**changes):
     config |= {name: changes.pop(name) for name in ("data_stages", "tokenizer") if name in changes}
     tokens = {"sequence_length": 8, "micro_batch_size": 2, "batch_accumulation_per_replica": 2, "train_steps": 20}
     return get_config_from_dict({**config, "tokens": {**tokens, **changes}})
+
+
+def write_megatron(prefix, documents, *, dtype="<u2", code=8):
+    """Write `prefix.bin` and `prefix.idx` from the format's description: a document is a list of sequences."""
+    sequences = [sequence for document in documents for sequence in document]
+    itemsize = np.dtype(dtype).itemsize
+    lengths = [len(sequence) for sequence in sequences]
+    offsets = [sum(lengths[:number]) * itemsize for number in range(len(lengths))]
+    firsts = [sum(map(len, documents[:number])) for number in range(len(documents) + 1)]
+    np.array([token for sequence in sequences for token in sequence], dtype=dtype).tofile(f"{prefix}.bin")
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(firsts)))
+        file.write(np.array(lengths, "<i4").tobytes() + np.array(offsets, "<i8").tobytes())
+        file.write(np.array(firsts, "<i8").tobytes())

@@ -67,6 +67,19 @@ class MegatronFile(MappedTokens):
             )
         return offsets, documents
 
+    @property
+    def num_documents(self) -> int:
+        """Documents in the index."""
+        return max(0, self._num_entries - 1)
+
+    def ends(self, first: int, last: int) -> Indices:
+        """The token offsets at which the documents first … last - 1 end."""
+        offsets, documents = self._arrays
+        sequences = documents[first + 1 : last + 1]
+        inside = sequences[sequences < self._num_sequences]
+        ends = offsets[inside] // self.dtype.itemsize
+        return np.concatenate([ends, np.full(len(sequences) - len(inside), self.num_tokens)])
+
     def starts(self, start: int, stop: int) -> Indices:
         """The document starts strictly between start and stop; binary search touches a few pages of the index."""
         offsets, documents = self._arrays
@@ -81,17 +94,3 @@ class MegatronFile(MappedTokens):
         if found and (found[0] <= start or found[-1] >= stop or found[-1] >= self.num_tokens):
             raise ConfigError(f"{self._index_path}: documents {first} to {last} are not in order; the index is corrupt")
         return np.array(found, dtype=np.int64)
-
-
-def write_megatron(prefix: str, documents: list[list[int]], *, token_type: str = "<u2") -> None:
-    """Write `prefix.bin` and `prefix.idx`, one sequence per document."""
-    code = next(code for code, name in TOKEN_TYPES.items() if name == token_type)
-    itemsize = np.dtype(token_type).itemsize
-    lengths = np.array([len(document) for document in documents], dtype="<i4")
-    offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
-    np.concatenate([np.array(document, dtype=token_type) for document in documents]).tofile(f"{prefix}.bin")
-    with open(f"{prefix}.idx", "wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, code, len(documents), len(documents) + 1))
-        file.write(lengths.tobytes())
-        file.write(offsets.astype("<i8").tobytes())
-        file.write(np.arange(len(documents) + 1, dtype="<i8").tobytes())

@@ -128,6 +128,16 @@ class NanosetFile(MappedTokens):
             )
         return ends
 
+    @property
+    def num_documents(self) -> int:
+        """Documents in the index; 0 without one."""
+        return 0 if self.document_ends is None else len(self.document_ends)
+
+    def ends(self, first: int, last: int) -> Indices:
+        """The token offsets at which the documents first … last - 1 end."""
+        assert self.document_ends is not None
+        return self.document_ends[first:last].astype(np.int64)
+
     def starts(self, start: int, stop: int) -> Indices | None:
         """The document starts strictly between start and stop, by binary search in the index."""
         ends = self.document_ends

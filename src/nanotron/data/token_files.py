@@ -30,24 +30,21 @@ def open_token_files(path: str, *, token_bytes: int | None = None) -> list[Token
     `token_bytes` is for files that do not say it themselves. A folder holds one format; the first found in the order
     .ds, .idx, .npy, .bin is taken.
     """
-    for pattern, opener in (
-        ("*.ds", _open_nanoset),
-        ("*.idx", _open_megatron),
-        ("*.npy", _open_npy),
-        ("*.bin", _open_flat),
-    ):
-        found = _find(path, pattern)
-        if found:
-            return [opener(name, token_bytes) for name in found]
-    raise ConfigError(_nothing_found(path))
+    found = find_token_files(path)
+    if not found:
+        raise ConfigError(_nothing_found(path))
+    opener = {".ds": _open_nanoset, ".idx": _open_megatron, ".npy": _open_npy, ".bin": _open_flat}
+    return [opener[os.path.splitext(name)[1]](name, token_bytes) for name in found]
 
 
-def _find(path: str, pattern: str) -> list[str]:
-    suffix = pattern[1:]
+def find_token_files(path: str) -> list[str]:
+    """The names of the token files at `path`, all of the first format that there is."""
+    return next((found for suffix in (".ds", ".idx", ".npy", ".bin") if (found := _find(path, suffix))), [])
+
+
+def _find(path: str, suffix: str) -> list[str]:
     if os.path.isdir(path):
-        return (
-            find_nanoset_files(path) if suffix == ".ds" else sorted(glob.glob(os.path.join(glob.escape(path), pattern)))
-        )
+        return find_nanoset_files(path) if suffix == ".ds" else sorted(glob.glob(f"{glob.escape(path)}/*{suffix}"))
     if suffix == ".idx":
         prefix = path.removesuffix(".bin").removesuffix(".idx")
         return [f"{prefix}.idx"] if os.path.isfile(f"{prefix}.idx") else []
