@@ -29,9 +29,12 @@ def test_torchrun_tells_rank_and_machine() -> None:
     assert (place.node, place.num_nodes) == (1, 2)
 
 
-def test_the_cores_of_a_machine_are_shared_out_among_its_ranks_whatever_torchrun_sets() -> None:
-    place = Place.from_environment(TORCHRUN)
-    assert num_threads(None, place, TORCHRUN) == max(1, num_cores() // 4)
+@pytest.mark.parametrize(("cores", "threads"), [(8, 2), (7, 1), (2, 1)])
+def test_the_cores_of_a_machine_are_shared_out_among_its_ranks_whatever_torchrun_sets(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanotron.launch.place.num_cores", lambda: cores)
+    assert num_threads(None, Place.from_environment(TORCHRUN), TORCHRUN) == threads
 
 
 @pytest.mark.parametrize(
