@@ -32,10 +32,14 @@ class Case:
     micro_batch_size: int = 2
     recompute_layer: bool = False
     tp_recompute_allgather: bool = True
+    pp_layers: tuple[int, ...] | None = None
+    loss_chunk: int | None = None
     # ---------------------------------------------------------------------------
     tied: bool = False
     family: str = "llama"
     layers: int = 4
+    z_loss: bool = False
+    documents: bool = False
     dtype: str = "float32"
     accumulate_in_fp32: bool = True
     steps: int = STEPS
@@ -52,7 +56,7 @@ class Case:
 
     def same_numbers(self) -> Case:
         """The run on one device that this one must repeat."""
-        layout = {field.name: field.default for field in fields(Case)[:9]}
+        layout = {field.name: field.default for field in fields(Case)[:11]}
         return replace(self, **layout)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -136,6 +140,8 @@ def named_cases() -> list[Case]:
         Case(tp=2, tp_mode="REDUCE_SCATTER", tp_recompute_allgather=False),
         Case(tp=4, family="qwen3", tp_mode="REDUCE_SCATTER", tied=True),
         Case(dp=3, micro_batch_size=1, zero_stage=1, dtype="float64"),
+        Case(dp=2, pp=2, pp_layers=(1, 3), documents=True),
+        Case(tp=2, pp=2, tied=True, loss_chunk=7, z_loss=True, tp_mode="REDUCE_SCATTER", dtype="float64"),
     ]
     return cases
 

@@ -27,6 +27,7 @@ class Trained(NamedTuple):
     """What one rank saw: numbers of every step, its parts of the first gradients and of the last weights."""
 
     lm_loss: list[float]
+    z_loss: list[float]
     grad_norm: list[float]
     first_grads: list[Piece]
     weights: list[Piece]
@@ -37,6 +38,7 @@ class Record:
     """What a run did: a number per step, and tensors by global name (whole, whatever the layout was)."""
 
     lm_loss: list[float]
+    z_loss: list[float]
     grad_norm: list[float]
     first_grads: dict[str, Tensor]
     weights: dict[str, Tensor]
@@ -56,9 +58,11 @@ def config_of(case: Case) -> Config:
                 "tp_mode": case.tp_mode,
                 "recompute_layer": case.recompute_layer,
                 "tp_recompute_allgather": case.tp_recompute_allgather,
+                "pp_layers": list(case.pp_layers) if case.pp_layers else None,
             },
             "model": {
                 "dtype": case.dtype,
+                "loss_chunk": case.loss_chunk,
                 "model_config": {
                     f"is_{case.family}_config": True,
                     "hidden_size": 64,
@@ -68,6 +72,8 @@ def config_of(case: Case) -> Config:
                     "intermediate_size": 128,
                     "vocab_size": VOCABULARY,
                     "tie_word_embeddings": case.tied,
+                    "z_loss_enabled": case.z_loss,
+                    "z_loss_coefficient": 1e-2,
                 },
             },
             "optimizer": {
@@ -86,12 +92,20 @@ def config_of(case: Case) -> Config:
     )
 
 
-def to_walk(batch: Batch) -> Batch:
-    """Turn random tokens into walks of steps 1 to 3, which can be learnt, with targets missing unevenly over rows."""
+def to_walk(batch: Batch, case: Case) -> Batch:
+    """Turn random tokens into walks of steps 1 to 3, which can be learnt, with targets missing unevenly over rows.
+
+    With documents, one begins wherever the random token says so, and the walk goes on.
+    """
     window = torch.cat([batch.tokens[:, :1], batch.labels], dim=1)  # [b, s+1]
     walk = (window[:, :1] + (1 + window % 3).cumsum(1)) % VOCABULARY
     missing = window[:, 1:] % 4 < window[:, :1] % 4  # none of the targets in some rows, most of them in others
-    return Batch(walk[:, :-1].contiguous(), walk[:, 1:].masked_fill(missing, IGNORED_LABEL), batch.positions)
+    tokens, labels = walk[:, :-1].contiguous(), walk[:, 1:].masked_fill(missing, IGNORED_LABEL)
+    if not case.documents:
+        return Batch(tokens, labels, batch.positions)
+    index = torch.arange(tokens.shape[1]).expand_as(tokens)
+    doc_starts = index.where(window[:, :-1] % 9 == 0, torch.zeros_like(index)).cummax(1).values
+    return Batch(tokens, labels, index - doc_starts, doc_starts)
 
 
 def train(rank: int, world: int, case: Case) -> Trained:
@@ -104,19 +118,23 @@ def train(rank: int, world: int, case: Case) -> Trained:
     feed = Feed(config, mesh, device=torch.device("cpu"))
     first_grads: list[Piece] = []
     capture_before_update(training, first_grads)
-    losses, norms = [], []
+    outcomes = []
     for update in range(1, case.steps + 1):
-        microbatches = [to_walk(batch) for batch in feed.step(update).microbatches]
-        outcome = training.step(update, microbatches).read()
-        losses.append(outcome.lm_loss)
-        norms.append(outcome.grad_norm)
+        microbatches = [to_walk(batch, case) for batch in feed.step(update).microbatches]
+        outcomes.append(training.step(update, microbatches).read())
     feed.close()
     weights = [
         (piece.name, piece.shape, piece.box, piece.tensor.detach().clone())
         for piece in training.pieces()
         if piece.kind == "weight"
     ]
-    return Trained(losses, norms, first_grads, weights)
+    return Trained(
+        [outcome.lm_loss for outcome in outcomes],
+        [outcome.z_loss for outcome in outcomes],
+        [outcome.grad_norm for outcome in outcomes],
+        first_grads,
+        weights,
+    )
 
 
 def prepare(config: Config, mesh: Mesh) -> Training:
@@ -148,12 +166,12 @@ def gradient_pieces(training: Training) -> Iterator[Piece]:
 
 def record(pool: Pool, case: Case, function: Callable[..., Trained] = train, *args: Any) -> Record:
     """Run a case on its ranks and put its tensors together."""
-    ranks = pool.run(case.world, function, case, *args, timeout=120.0)
+    ranks = pool.run(case.world, function, case, *args, timeout=300.0)
     first = ranks[0]
-    for rank in ranks:
-        assert (rank.lm_loss, rank.grad_norm) == (first.lm_loss, first.grad_norm), "ranks know different numbers"
+    assert all(rank[:3] == first[:3] for rank in ranks), "ranks know different numbers"
     return Record(
         first.lm_loss,
+        first.z_loss,
         first.grad_norm,
         put_together([piece for rank in ranks for piece in rank.first_grads]),
         put_together([piece for rank in ranks for piece in rank.weights]),
