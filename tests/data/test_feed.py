@@ -179,6 +179,15 @@ def test_a_new_epoch_is_logged(tmp_path, caplog):
     ]
 
 
+def test_rounded_shares_are_logged(nanoset, tmp_path, caplog):
+    write_nanoset(tmp_path / "b", [[256] * 500])
+    stages = [stage([str(nanoset), str(tmp_path / "b")], dataset={"dataset_weights": [2, 1]})]
+    with caplog.at_level("INFO", logger="nanotron"):
+        make_feed(make_config(data_stages=stages)).close()
+    (record,) = caplog.records
+    assert f"{nanoset} 0.666672, {tmp_path / 'b'} 0.333328" in record.getMessage()
+
+
 def test_an_error_while_loading_ahead_is_raised_by_the_step_that_needs_it(tmp_path):
     write_nanoset(tmp_path / "a", [[7] * (8 * 64), [999]])
     config = make_config(data_stages=[stage(str(tmp_path / "a"))])

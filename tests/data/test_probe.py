@@ -93,3 +93,27 @@ def test_fingerprints_tell_which_file_changed_and_not_where_it_lies(tmp_path):
     assert "hash was" in line
     (line,) = fingerprint_changes(saved, fingerprints([str(tmp_path / "a"), str(tmp_path / "moved")]))
     assert line == "stage 'stable' had 1 sources and now has 2"
+
+
+def test_keys_that_a_data_set_cannot_honour_are_problems(nanoset, tmp_path):
+    hub = {"hf_dataset_or_datasets": {"some/name": 0.5}, "streaming": True}
+    stages = [
+        {"name": "a", "start_training_step": 1, "data": {"dataset": hub, "shuffle_block": 8}, "validation": hub},
+        {"name": "b", "start_training_step": 2, "data": {"dataset": {"python": "absent.py:f"}}},
+    ]
+    found = [str(problem).split(": ")[0] for problem in probe_stages(make_config(data_stages=stages))]
+    assert sorted(set(found)) == [
+        "data_stages[0].data.dataset.hf_dataset_or_datasets",
+        "data_stages[0].data.shuffle_block",
+        "data_stages[0].validation",
+        "data_stages[0].validation.hf_dataset_or_datasets",
+        "data_stages[0].validation.streaming",
+        "data_stages[1].data.dataset.python",
+        "tokenizer.tokenizer_name_or_path",
+    ]
+    (line,) = [
+        str(problem) for problem in probe_stages(make_config(val_check_interval=5, model_config={"vocab_size": None}))
+    ]
+    assert line == (
+        "tokens.val_check_interval: 5, but no stage has a validation data set; add one to a stage or set -1"
+    )

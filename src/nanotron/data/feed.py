@@ -87,8 +87,10 @@ class Feed:
         self._validation_batches = config.tokens.limit_val_batches
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
         self._stages = build_stages(config)
+        self._log_shares()
         self.consumed = {scheduled.name: int((consumed or {}).get(scheduled.name, 0)) for scheduled in self._stages}
         self._streams = dict(streams or {})
+        self._fingerprints: dict[str, list[dict[str, Any]]] | None = None
         self._replica: ReplicaShare | None = None
         for scheduled in self._stages:
             if isinstance(scheduled.stage, StreamStage):
@@ -243,12 +245,21 @@ class Feed:
             if new > old:
                 logger.info(f"stage {scheduled.name!r}: {source.name} has been read {new} times and repeats")
 
+    def _log_shares(self) -> None:
+        for scheduled in self._stages:
+            named = zip(scheduled.stage.source_names, scheduled.stage.blend.shares, strict=True)
+            if len(scheduled.stage.sources) > 1:
+                shares = ", ".join(f"{name} {share:.6f}" for name, share in named)
+                logger.info(f"stage {scheduled.name!r}: shares of samples, in units of 2^-16: {shares}")
+
     def fingerprints(self) -> dict[str, list[dict[str, Any]]]:
-        """For each stage, what identifies the data of each of its sources."""
-        return {
-            scheduled.name: [{"name": source.name, **source.fingerprint()} for source in scheduled.stage.sources]
-            for scheduled in self._stages
-        }
+        """For each stage, what identifies the data of each of its sources; read from the files once."""
+        if self._fingerprints is None:
+            self._fingerprints = {
+                scheduled.name: [{"name": source.name, **source.fingerprint()} for source in scheduled.stage.sources]
+                for scheduled in self._stages
+            }
+        return self._fingerprints
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps. On the first rank; of streams, other ranks may know no position."""

@@ -38,11 +38,13 @@ class DataProblem(NamedTuple):
 
 def probe_stages(config: Config) -> list[DataProblem]:
     """Everything wrong with the data of every stage, as far as metadata and file sizes tell."""
-    problems = []
+    problems: list[DataProblem] = []
     for number, stage in enumerate(config.data_stages):
         sequence_length = stage.sequence_length or config.tokens.sequence_length
         for key, dataset in ((("data", "dataset"), stage.data.dataset), (("validation",), stage.validation)):
             path = ("data_stages", number, *key)
+            if isinstance(dataset, PretrainDatasetsArgs) and dataset.streaming:
+                problems += _stream_problems(dataset, stage.data.shuffle_block, path)
             found = _dataset_problems(dataset, sequence_length)
             problems += [DataProblem((*path, *name), text) for name, text in found]
             if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs) and tokenizer_name(config) is None:
@@ -59,6 +61,20 @@ def probe_stages(config: Config) -> list[DataProblem]:
         text = f"{size} is smaller than the tokenizer's vocabulary of {data_size}; set at least {data_size}"
         problems.append(DataProblem(("model", "model_config", "vocab_size"), text))
     return problems
+
+
+def _stream_problems(
+    dataset: PretrainDatasetsArgs, shuffle_block: int | None, path: tuple[str | int, ...]
+) -> Iterator[DataProblem]:
+    """Keys that a stream cannot honour."""
+    if path[-1] == "validation":
+        yield DataProblem((*path, "streaming"), "true, but validation needs a data set with a length; set false")
+    elif shuffle_block is not None:
+        text = f"{shuffle_block}, but a stream is read in its own order; remove the key"
+        yield DataProblem((*path[:-1], "shuffle_block"), text)
+    if isinstance(dataset.hf_dataset_or_datasets, dict):
+        text = "fractions of a stream are unknown; name the data sets in a list, or set streaming to false"
+        yield DataProblem((*path, "hf_dataset_or_datasets"), text)
 
 
 def _validation_problems(config: Config) -> Iterator[DataProblem]:
