@@ -1,5 +1,6 @@
 # make train   a fresh clone to a trained model: environment, corpus, 8 ranks (dp 2 · tp 2 · pp 2), a generated text
 # make test    all tests            make lint    ruff and mypy           make parity  every layout against one process
+# make torture a run killed 48 times, which must end bit for bit like one that was not
 # make setup   only .venv           make lock    pin new versions (needs uv)
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ CONFIG := examples/config_tiny_llama.yaml
 RUN := runs/tiny_llama
 PROMPT := import os
 
-.PHONY: train test lint parity setup lock
+.PHONY: train test lint parity torture setup lock
 .DEFAULT_GOAL := train
 
 setup: $(STAMP)
@@ -36,6 +37,9 @@ lint: setup
 
 parity: setup
 	$(BIN)/python -m tests.parity
+
+torture: setup
+	$(BIN)/python -m tests.checkpoint.torture 8
 
 lock:
 	uv pip compile -q --universal --python-version 3.10 --extra dev --no-header --no-annotate --no-emit-index-url \

@@ -139,7 +139,7 @@ def torture(pool: Pool, folder: Path, kills_per_phase: int, seed: int = 0, tell:
 def died(pool: Pool, values: dict[str, Any], kill: Kill) -> None:
     """Run until the kill; anything else that ends the run is an error."""
     with pytest.raises(CaseFailed) as caught:
-        pool.run(WORLD, killed_run, values, kill, timeout=120)
+        pool.run(WORLD, killed_run, values, kill, timeout=300)
     assert f"rank {kill.rank} of {WORLD} failed:\nthe process died, exit code -9" in str(caught.value), caught.value
 
 
