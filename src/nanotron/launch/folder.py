@@ -49,7 +49,7 @@ def run_directory(config: Config) -> Path:
 def describe_run(run_dir: Path, config: Config, mesh: Mesh, device: torch.device) -> None:
     """Write the files that describe the run (rank 0)."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    config.save_as_yaml(run_dir / "config.yaml")
+    config.save_as_yaml(run_dir / "config.yaml", resolved=True)
     text = json.dumps(environment(mesh, device), indent=1)
     (run_dir / "environment.json").write_text(text + "\n", encoding="utf-8")
     tokenizer = tokenizer_file(tokenizer_name(config) or "")
