@@ -24,7 +24,10 @@ COLLECTIVES = {
     "_reduce_scatter_base_": "reduce_scatter",
 }
 _MATMULS = {"mm", "addmm", "addmm_", "bmm"}
-_ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": 2.0, "_scaled_dot_product_flash_attention_for_cpu_backward": 5.0}
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": 2,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+}
 """Matrix products of [s, e] by [e, s] size that each kernel makes: the backward computes the scores again."""
 
 
@@ -42,14 +45,14 @@ Work = Counter["str | Traffic"]
 launched, and `Traffic`."""
 
 
-class Counting(TorchDispatchMode):
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count everything that runs inside, forward or backward.
 
     ``alive`` bytes are those of the storages that somebody still holds; a view costs nothing.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.alive = self.peak = 0
         self.work: Work = Counter()
         self._storages: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -97,8 +100,7 @@ class Counting(TorchDispatchMode):
             self.work["matmul"] += 2 * a.numel() * b.shape[-1]
         elif name in _ATTENTION:
             query, key = inputs[:2] if name.endswith("cpu") else inputs[1:3]
-            causal_half = 0.5
-            self.work["attention"] += round(_ATTENTION[name] * 2 * query.numel() * key.shape[-2] * causal_half)
+            self.work["attention"] += _ATTENTION[name] * query.numel() * key.shape[-2]  # ·2, halved by causality
         else:
             self.work["moved"] += sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
 

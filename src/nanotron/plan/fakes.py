@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import prod
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ class FakeMesh(Mesh):
         self._fakes: dict[str, ProcessGroup | None] = {}
 
     def group(self, *axes: str) -> ProcessGroup | None:
-        name = "+".join(axes)
+        name = "+".join(axis for axis in axes if self.size(axis) > 1)
         if name not in self._fakes:
-            self._fakes[name] = _fake_group(name, len(self.ranks_along(*axes)))
+            self._fakes[name] = _fake_group(name, prod(self.size(axis) for axis in axes))
         return self._fakes[name]
 
     def group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
@@ -41,10 +42,10 @@ def _fake_group(name: str, size: int) -> ProcessGroup | None:
     if size == 1:
         return None
     group = ProcessGroup(FakeStore(), 0, size)
-    backend = FakeProcessGroup._create_internal(0, size)  # type: ignore[attr-defined]
+    backend = FakeProcessGroup._create_internal(0, size)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend)
     group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
-    group._set_group_name(name)
+    group._set_group_name(name)  # type: ignore[arg-type]
     return group
 
 

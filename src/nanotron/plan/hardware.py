@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from math import log2
+from math import ceil, log2
 from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
 from nanotron.metrics.devices import Device, known_devices
-from nanotron.plan.counting import Traffic, Work
+from nanotron.plan.counting import Work
 
 if TYPE_CHECKING:
     from nanotron.config import Config
 
-# The two constants that are fitted to published runs (bench/published.py, docs/plan.md).
-MATMUL_EFFICIENCY = 0.66
-"""Share of the peak that matrix products reach."""
-NETWORK_EFFICIENCY = 0.4
-"""Share of the adapters' rate that collectives between nodes reach in a large job."""
+MATMUL_EFFICIENCY, NETWORK_EFFICIENCY = 0.66, 0.6  # the two that are fitted to published runs (docs/plan.md)
 
-# Not fitted: round numbers of the right size.
 MEMORY_EFFICIENCY = 0.8  # of the memory bandwidth, for kernels that only move data
 LINK_EFFICIENCY = 0.8  # of one direction of the links inside a node
-HOST_SECONDS = 8e-6  # that Python and PyTorch need to launch a kernel, forward or backward
-LINK_LATENCY, NETWORK_LATENCY = 10e-6, 30e-6  # of a collective inside a node; per doubling of the nodes
-_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times each byte goes around the ring
+HOST_SECONDS = 8e-6  # that Python and PyTorch take to launch a kernel
+# Seconds of a collective before its first byte, and of each hop: NCCL's own model, src/graph/tuning.cc (Simple protocol).
+BASE_LATENCY, LINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,10 @@ class Cluster:
 
     device: Device
     per_node: int
+    matmul_efficiency: float = MATMUL_EFFICIENCY
+    """Share of the peak that matrix products reach."""
+    network_efficiency: float = NETWORK_EFFICIENCY
+    """Share of the adapters' rate that collectives between nodes reach."""
 
     @property
     def memory_bytes(self) -> float:
@@ -57,37 +56,42 @@ class Cluster:
 
     def compute_seconds(self, work: Work, peak_flops: float) -> float:
         """Time of the kernels: matrix products at a share of the peak, the rest at memory speed, or launching them."""
-        busy = (work["matmul"] + work["attention"]) / (MATMUL_EFFICIENCY * peak_flops)
+        busy = (work["matmul"] + work["attention"]) / (self.matmul_efficiency * peak_flops)
         busy += work["moved"] / (MEMORY_EFFICIENCY * self.device.memory_bandwidth)
         return max(busy, work["kernels"] * HOST_SECONDS) if self.is_accelerator else busy
 
-    def traffic_seconds(self, kind: str, num_bytes: float, calls: float, ranks: int, stride: int) -> float:
-        """Time of collectives over ``ranks`` ranks that are ``stride`` apart, of ``num_bytes`` in total."""
+    def collective_seconds(self, kind: str, num_bytes: float, calls: float, ranks: int, stride: int) -> float:
+        """Time of ``calls`` collectives over ``ranks`` ranks that are ``stride`` apart, of ``num_bytes`` together."""
         if ranks == 1:
             return 0.0
-        seconds = _STEPS[kind] * (ranks - 1) / ranks * num_bytes / self.ring_bandwidth(ranks, stride)
-        return seconds + calls * self.latency(ranks, stride)
+        rounds = 2 if kind == "all_reduce" else 1  # times that each byte goes around the ring
+        seconds = rounds * (ranks - 1) / ranks * num_bytes / self.ring_bandwidth(ranks, stride)
+        return seconds + calls * self.latency(kind, ranks, stride)
 
     def ring_bandwidth(self, ranks: int, stride: int) -> float:
-        """Bytes per second that each rank of a ring passes on: the links', or the adapters' of all its ranks on a node."""
-        links = LINK_EFFICIENCY * self.device.link_bandwidth / 2  # one direction
-        on_a_node = max(1, self.per_node // stride)
+        """Bytes per second that a rank of a ring passes on: the links', or the adapters' of all its ranks on a node."""
+        links, on_a_node = LINK_EFFICIENCY * self.device.link_bandwidth / 2, self._on_a_node(stride)
         if ranks <= on_a_node:
             return links
-        return min(links, NETWORK_EFFICIENCY * self.device.network_bandwidth * min(on_a_node, ranks))
+        return min(links, self.network_efficiency * self.device.network_bandwidth * on_a_node)
 
-    def latency(self, ranks: int, stride: int) -> float:
-        """Seconds that a collective of no bytes takes."""
-        on_a_node = max(1, self.per_node // stride)
-        if ranks <= on_a_node:
-            return LINK_LATENCY
-        return LINK_LATENCY + NETWORK_LATENCY * log2(2 * ranks / on_a_node)
+    def latency(self, kind: str, ranks: int, stride: int) -> float:
+        """Seconds that a collective of no bytes takes: hops around a ring, or, for an all-reduce, up and down a tree."""
+        on_a_node = min(ranks, self._on_a_node(stride))
+        nodes = -(-ranks // on_a_node)
+        ring = (ranks - nodes) * LINK_HOP + (nodes if nodes > 1 else 0) * NETWORK_HOP
+        tree = (on_a_node - 1) * LINK_HOP + ceil(log2(nodes)) * NETWORK_HOP
+        return BASE_LATENCY + (2 * min(ring, tree) if kind == "all_reduce" else ring)
 
     def transfer_seconds(self, num_bytes: float, stride: int) -> float:
         """Time of a message between two ranks that are ``stride`` apart."""
         if stride < self.per_node:
-            return LINK_LATENCY + num_bytes / (LINK_EFFICIENCY * self.device.link_bandwidth / 2)
-        return NETWORK_LATENCY + num_bytes / (NETWORK_EFFICIENCY * self.device.network_bandwidth)
+            return BASE_LATENCY + num_bytes / (LINK_EFFICIENCY * self.device.link_bandwidth / 2)
+        return BASE_LATENCY + NETWORK_HOP + num_bytes / (self.network_efficiency * self.device.network_bandwidth)
+
+    def _on_a_node(self, stride: int) -> int:
+        """How many ranks of an axis are on one node."""
+        return max(1, self.per_node // stride)
 
 
 def find_cluster(name: str, per_node: int) -> Cluster:

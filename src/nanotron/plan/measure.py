@@ -87,7 +87,9 @@ class Measurements:
         """One microbatch in a chunk of this many layers; on the tp rank with the most rows of the vocabulary."""
         few = min(layers, FEW)
         low = self._chunk(config, Held((0, few), embed, head))
-        return low if layers == few else extended(low, self._chunk(config, Held((0, few + 1), embed, head)), layers - few)
+        return (
+            low if layers == few else extended(low, self._chunk(config, Held((0, few + 1), embed, head)), layers - few)
+        )
 
     def state(self, config: Config, rank: int, held: Sequence[Held]) -> StateCounts:
         """What a rank holds, and its update."""
@@ -191,10 +193,12 @@ def _run(counter: Counting, config: Config, chunk: Llama, buckets: Buckets, batc
     grad = None if output is None else _message(config)
     chunk.weight_grads.defer = defer
     with counter.section() as backward:
-        torch.autograd.backward([loss if output is None else output], [grad])
+        root = loss if output is None else output
+        assert root is not None
+        torch.autograd.backward((root,), (grad,))  # type: ignore[arg-type]
     chunk.weight_grads.defer = False
     backward_peak = counter.peak - before
-    del x, output, loss, grad
+    del x, output, loss, root, grad
     stash, jobs = counter.alive - before, chunk.weight_grads.take()
     with counter.section() as weights:
         while jobs:

@@ -1,7 +1,7 @@
 """What one rank holds at the worst moment of a step: its state, and a walk through its program's F, B and W.
 
-    received ─► F ─► kept ──────► B ─► stash ──────► W
-                └─► sent          └─► gradient, sent
+received ─► F ─► kept ──────► B ─► stash ──────► W
+            └─► sent          └─► gradient, sent
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """All of it."""
-        return (
-            self.parameters + self.gradients + self.master_weights + self.moments + self.activations + self.buffers
-        )
+        return self.parameters + self.gradients + self.master_weights + self.moments + self.activations + self.buffers
 
 
 def rank_memory(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from nanotron.layout import mesh_axes, pipeline_schedule
 from nanotron.mesh import Mesh
 from nanotron.metrics.flops import flops_per_step
-from nanotron.pipeline.communication import Program
 from nanotron.pipeline.schedules import Schedule
 from nanotron.pipeline.simulate import prove
 from nanotron.pipeline.timeline import Timeline, execute
@@ -104,7 +102,7 @@ class Planner:
             )
             for pp_rank in range(schedule.ranks)
         ]
-        return self._assembled(config, schedule, timeline, chunks, states, ranks)
+        return self._assembled(config, timeline, chunks, states, ranks)
 
     def memory(self, config: Config) -> list[RankMemory]:
         """The memory of every pipeline rank."""
@@ -119,3 +117,122 @@ class Planner:
         layout = config.parallelism
         last_tp = pp_rank * layout.dp * layout.tp + layout.tp - 1  # the shard with the most rows of the vocabulary
         return self._measurements.state(config, last_tp, held)
+
+    def _timeline(self, config: Config, schedule: Schedule, chunks: Sequence[Sequence[ChunkCounts]]) -> Timeline:
+        """The pipeline's clockwork with the predicted time of every F, B and W."""
+        peak, stride = self.cluster.peak_flops(config), config.parallelism.dp * config.parallelism.tp
+        seconds = {
+            (kind, schedule.placement(rank, index)): self._seconds(config, work, peak)
+            for rank, held in enumerate(chunks)
+            for index, chunk in enumerate(held)
+            for kind, work in (("F", chunk.forward), ("B", chunk.backward), ("W", chunk.weights))
+        }
+        return execute(
+            schedule,
+            config.tokens.batch_accumulation_per_replica,
+            lambda kind, stage: seconds[kind, stage],
+            transfer=self.cluster.transfer_seconds(chunks[0][0].message, stride),
+        )
+
+    def _seconds(self, config: Config, work: Work, peak: float) -> float:
+        """Time of counted work, with its collectives: nothing of it overlaps."""
+        return self.cluster.compute_seconds(work, peak) + sum(self._traffic_seconds(config, work).values())
+
+    def _traffic_seconds(self, config: Config, work: Work) -> dict[str, float]:
+        """Time of the collectives in some work, by axis."""
+        seconds: dict[str, float] = {}
+        for key in work:
+            if isinstance(key, Traffic) and key.what == "bytes":
+                ranks, stride = _extent(config, key.axis)
+                calls = work[key._replace(what="calls")]
+                time = self.cluster.collective_seconds(key.kind, work[key], calls, ranks, stride)
+                seconds[key.axis] = seconds.get(key.axis, 0.0) + time
+        return seconds
+
+    def _assembled(
+        self,
+        config: Config,
+        timeline: Timeline,
+        chunks: Sequence[Sequence[ChunkCounts]],
+        states: Sequence[StateCounts],
+        ranks: list[RankPlan],
+    ) -> Plan:
+        """Add up a step: the pipeline, then what is left of the reductions, the update, the gather."""
+        ends = [_last_backward(timeline, rank.pp_rank) for rank in ranks]
+        peak = self.cluster.peak_flops(config)
+        duration, exposed = timeline.duration, 0.0
+        axis_seconds: dict[str, float] = {}
+        for (start, end), held, state in zip(ends, chunks, states, strict=True):
+            traffic = self._traffic_seconds(config, state.update)
+            reductions = self._traffic_seconds(config, Work({k: v for k, v in state.update.items() if _reduces(k)}))
+            last_bucket = reductions.get("dp", 0.0) / max(1, state.update[Traffic("reduce_scatter", "dp", "calls")])
+            hidden = min(reductions.get("dp", 0.0) - last_bucket, end - start)
+            left = end + sum(traffic.values()) - hidden - (timeline.start + duration)
+            exposed = max(exposed, left)
+            busy = self._axis_seconds(config, held, traffic)
+            axis_seconds = {axis: max(axis_seconds.get(axis, 0.0), busy[axis]) for axis in axis_seconds | busy}
+        samples = config.global_batch_size
+        model = config.model.model_config
+        return Plan(
+            config=config,
+            cluster=self.cluster,
+            ranks=ranks,
+            bubble=timeline.bubble,
+            pipeline_seconds=duration,
+            axis_seconds=dict(axis_seconds),
+            exposed_seconds=max(0.0, exposed),
+            update_seconds=max(self.cluster.compute_seconds(state.update, peak) for state in states),
+            model_flops=flops_per_step(model, num_samples=samples, sequence_length=config.tokens.sequence_length),
+        )
+
+    def _axis_seconds(
+        self, config: Config, chunks: Sequence[ChunkCounts], traffic: dict[str, float]
+    ) -> dict[str, float]:
+        """A rank's time of communication in a step by axis; ``traffic`` is that of the update."""
+        seconds = dict(traffic)
+        for chunk in chunks:
+            for work in (chunk.forward, chunk.backward, chunk.weights):
+                for axis, time in self._traffic_seconds(config, work).items():
+                    seconds[axis] = seconds.get(axis, 0.0) + time * config.tokens.batch_accumulation_per_replica
+        return seconds
+
+
+def _reduces(key: str | Traffic) -> bool:
+    return isinstance(key, Traffic) and key.kind != "all_gather"
+
+
+def _last_backward(timeline: Timeline, rank: int) -> tuple[float, float]:
+    """Start and end of the work of a rank's last microbatch on the way back, during which its buckets leave."""
+    spans = [span for span in timeline.of_rank(rank) if span.kind != "F"]
+    last = max(span.microbatch for span in spans)
+    return min(span.start for span in spans if span.microbatch == last), max(span.end for span in spans)
+
+
+def _extent(config: Config, axis: str) -> tuple[int, int]:
+    """How many ranks an axis has, and how far apart they are in world rank."""
+    mesh = Mesh(mesh_axes(config))
+    if axis == "tied":
+        return 2, mesh.world // mesh.size("pp") * (mesh.size("pp") - 1)
+    ranks = mesh.ranks_along(axis)
+    return len(ranks), ranks[1] - ranks[0]
+
+
+def _traffic(
+    config: Config, schedule: Schedule, pp_rank: int, chunks: Sequence[ChunkCounts], state: StateCounts
+) -> Counter[tuple[str, str]]:
+    """Bytes per step of one rank, by (axis, kind)."""
+    microbatches = config.tokens.batch_accumulation_per_replica
+    total: Counter[tuple[str, str]] = Counter()
+    for index, chunk in enumerate(chunks):
+        for work in (chunk.forward, chunk.backward, chunk.weights):
+            for key in work:
+                if isinstance(key, Traffic) and key.what == "bytes":
+                    total[key.axis, key.kind] += microbatches * work[key]
+        stage = schedule.placement(pp_rank, index)
+        for neighbour in (stage - 1, stage + 1):
+            if neighbour in schedule.holders and schedule.holders[neighbour][0] != pp_rank:
+                total["pp", "send"] += microbatches * chunk.message
+    for key in state.update:
+        if isinstance(key, Traffic) and key.what == "bytes":
+            total[key.axis, key.kind] += state.update[key]
+    return total
