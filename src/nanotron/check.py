@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from nanotron.checkpoint.resume import find_resume, newest_complete
-from nanotron.config import Config, ExistingCheckpointInit
+from nanotron.config import Config, DatasetStageArgs, ExistingCheckpointInit
 from nanotron.config.document import Problem, dump, parse
-from nanotron.config.keys import dotted, fill, path_of, status_of, walk
+from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, walk
 from nanotron.config.load import Reading, notices, read_file, refuse
-from nanotron.config.messages import nearest
+from nanotron.config.messages import nearest, show
 from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
 from nanotron.data.probe import model_vocab_size, probe_stages
 from nanotron.errors import ConfigError
@@ -80,7 +80,7 @@ def summary(config: Config) -> list[str]:
     """Return five lines: parameters, tokens, layout, layers of each rank, data."""
     specs, layout, tokens = parameter_specs(config), config.parallelism, config.tokens
     step = config.global_batch_size_in_tokens
-    names = ", ".join(stage.name for stage in config.data_stages)
+    stages = [f"{stage.name}, from step {stage.start_training_step}: {_source(stage)}" for stage in config.data_stages]
     return [
         f"parameters  {human_format(sum(spec.numel for spec in specs.values()))}, vocabulary"
         f" {config.model.model_config.vocab_size}, {config.model.dtype}",
@@ -89,8 +89,17 @@ def summary(config: Config) -> list[str]:
         f"layout      {layout.world_size} ranks: dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp}"
         f" ({layout.tp_mode}), zero stage {config.optimizer.zero_stage}",
         f"layers      {_layers_of_ranks(config)}",
-        f"data        {len(config.data_stages)} stage{'s'[: len(config.data_stages) > 1]}: {names}",
+        f"data        {' | '.join(stages)}",
     ]
+
+
+def _source(stage: DatasetStageArgs) -> str:
+    """Write what a stage reads: `corpus stdlib`, `dataset_folder [data/a, data/b]`, `random tokens`."""
+    dataset = stage.data.dataset
+    if dataset is None:
+        return "random tokens"
+    name = next(iter(fields_of(type(dataset))))
+    return f"{name} {show(getattr(dataset, name))}"
 
 
 def _layers_of_ranks(config: Config) -> str:

@@ -259,11 +259,11 @@ def _texts(config: Config) -> dict[str, str]:
     """The files that make a checkpoint readable without its run directory."""
     import json
 
-    import yaml
+    from nanotron.config.document import dump
 
     plain = config.to_dict()
     return {
-        "config.yaml": yaml.safe_dump(plain, sort_keys=False),
+        "config.yaml": dump(plain),
         "model_config.json": json.dumps(plain["model"]["model_config"], indent=1) + "\n",
     }
 

@@ -75,7 +75,7 @@ def test_check_prints_the_config_with_what_was_defaulted_marked_and_five_lines(t
         "tokens      131M in 1000 steps of 64 samples of 2048",
         "layout      8 ranks: dp 2 · pp 2 (1f1b) · tp 2 (ALL_REDUCE), zero stage 1",
         "layers      pipeline rank 0: embedding, 0-11 | pipeline rank 1: 12-23, head",
-        "data        1 stage: Training",
+        "data        Training, from step 1: corpus stdlib",
     ]
     assert [line.split(": ")[1] for line in ran.stderr.splitlines()] == [
         "model.model_config.intermediate_size",
