@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanotron.config import Config, get_config_from_dict
 from nanotron.errors import ConfigError
@@ -18,6 +19,7 @@ from nanotron.pipeline.schedules import get_schedule
 from nanotron.pipeline.timeline import Span, Timeline, execute
 from nanotron.pipeline.trace import costs_of, read_trace, recorder, to_chrome
 from nanotron.timeline import as_csv, predict
+from nanotron.trainer import train
 from tests.pipeline.toy import toy_batches, toy_pipeline, toy_schedule
 from tests.pool import Pool
 
@@ -156,3 +158,15 @@ def test_mistakes_of_the_command_are_named(tmp_path: Path) -> None:
 
 def test_a_schedule_is_exported_as_csv() -> None:
     assert as_csv(config()).splitlines()[1].startswith("1F0,1BW0,1F1")
+
+
+def test_a_training_run_records_the_steps_that_its_config_names(tmp_path: Path) -> None:
+    given = config(pp=1).to_dict()
+    given["tokens"]["train_steps"] = 3
+    given["profiler"] = {"pipeline_trace": {"steps": [2]}}
+    given["data_stages"] = [{"name": "random", "start_training_step": 1, "data": {"dataset": None}}]
+    given["checkpoints"] = {"checkpoints_path": str(tmp_path), "save_final_state": False}
+    assert train(get_config_from_dict(given), Mesh(), torch.device("cpu")) == 0
+    step, timeline = read_trace(tmp_path / "traces")
+    assert (step, timeline.name) == (2, "1f1b")
+    assert [f"{span.kind}{span.microbatch}" for span in timeline.spans[:4]] == ["F0", "BW0", "F1", "BW1"]

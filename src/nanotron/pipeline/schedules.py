@@ -56,7 +56,7 @@ class Schedule:
 
     def placement(self, rank: int, chunk: int) -> int:
         """The stage that is this rank's chunk."""
-        return self.place(rank, chunk, self.ranks)
+        return self._stages[rank][chunk]
 
     def actions(self, rank: int, microbatches: int) -> list[Action]:
         """What a rank does with a batch of this many microbatches, in order."""
@@ -68,6 +68,10 @@ class Schedule:
         return {
             self.placement(rank, chunk): (rank, chunk) for rank in range(self.ranks) for chunk in range(self.num_chunks)
         }
+
+    @cached_property
+    def _stages(self) -> list[list[int]]:
+        return [[self.place(rank, chunk, self.ranks) for chunk in range(self.num_chunks)] for rank in range(self.ranks)]
 
 
 def loop(rank: int, chunk: int, ranks: int) -> int:
