@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanotron.checkpoint.agreement import Store
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
-from nanotron.checkpoint.resume import Resume, agree_resume, check_shapes, check_shared, read_state
+from nanotron.checkpoint.resume import Resume, agree_resume, changed_keys, check_model, check_shared, read_state
 from nanotron.config import ExistingCheckpointInit
 from nanotron.convert.sources import load_weights
 from nanotron.layout import parameter_specs
@@ -40,7 +40,10 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
     checkpoints = config.checkpoints
     for line in resume.notices:
         logger.warning(line)
-    check_shapes(resume.checkpoint, {name: spec.shape for name, spec in parameter_specs(config).items()})
+    plain, shapes = config.to_dict(), {name: spec.shape for name, spec in parameter_specs(config).items()}
+    check_model(resume.checkpoint, shapes, plain["model"]["model_config"])
+    for line in changed_keys(resume.checkpoint, plain):
+        logger.info(f"changed on resume: {line}")
     state = read_state(resume.checkpoint)
     load(resume.checkpoint, training.pieces() if checkpoints.load_optimizer else _weights(training))
     if checkpoints.load_optimizer:

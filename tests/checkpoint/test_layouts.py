@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -171,6 +174,35 @@ def test_all_that_a_checkpoint_lacks_is_named_at_once(tmp_path: Path) -> None:
         "the checkpoint does not fit this run: it has no exp_avg of w",
         "the checkpoint does not fit this run: w has shape [5, 3] there, and [4, 3] in this run",
     ]
+
+
+def test_a_checkpoint_whose_index_lost_a_box_is_refused(tmp_path: Path) -> None:
+    halves = [Piece("weight", "w", (4, 2), Box((row, 0), (2, 2)), torch.ones(2, 2)) for row in (0, 2)]
+    checkpoint = save_one(tmp_path, halves)
+    index = json.loads((tmp_path / "1" / "index.json").read_text())
+    index["tensors"]["weight/w"]["boxes"].pop()
+    (tmp_path / "1" / "index.json").write_text(json.dumps(index))
+    load(checkpoint, [halves[0]])
+    with pytest.raises(ConfigError, match=r"hold 4 of the 8 elements of weight/w that are needed"):
+        load(checkpoint, [whole("weight", torch.zeros(4, 2))])
+
+
+def test_a_rank_s_memory_grows_by_what_it_loads_and_not_by_the_file(tmp_path: Path) -> None:
+    rows, part = 4096, 64  # of 64 KiB each: 256 MiB and 4 MiB
+    checkpoint = save_one(tmp_path, [whole("weight", torch.zeros(rows, 16 << 10))])
+    script = (
+        "import re, sys, torch\n"
+        "from nanotron.checkpoint.format import Piece\n"
+        "from nanotron.checkpoint.read import load\n"
+        "from nanotron.params import Box\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024\n"
+        f"shape, box = ({rows}, 16 << 10), Box((100, 0), ({part}, 16 << 10))\n"
+        "before = peak()\n"
+        "load(sys.argv[1], [Piece('weight', 'w', shape, box, torch.empty(box.shape))])\n"
+        "print(peak() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, checkpoint], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4 * 4  # its shard, the pages mapped for it, and some slack, in MiB
 
 
 def test_boxes_that_do_not_cover_their_tensor_are_never_committed(tmp_path: Path) -> None:

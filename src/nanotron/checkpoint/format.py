@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FORMAT = "nanotron-checkpoint"
 VERSION = 1
 INDEX, STATE, LATEST = "index.json", "state.json", "latest.txt"
+CONFIG, MODEL_CONFIG = "config.yaml", "model_config.json"
 KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
 ITEM_SIZE = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "U16": 2, "U8": 1, "I8": 1, "BOOL": 1}
 """Bytes per element of the data types, by their safetensors names."""

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
+import yaml
+
 from nanotron.checkpoint.agreement import Agreement, Store
-from nanotron.checkpoint.format import INDEX, STATE, Damaged, Index
+from nanotron.checkpoint.format import CONFIG, INDEX, MODEL_CONFIG, STATE, Damaged, Index
 from nanotron.checkpoint.retention import complete_steps, read_index, step_names
 from nanotron.checkpoint.storage import Folder, LocalFolder, open_folder, read_text
 from nanotron.checkpoint.verify import damaged_files
@@ -24,6 +26,9 @@ from nanotron.errors import ConfigError
 
 KEY = "checkpoints.resume_checkpoint_path"
 AUTO = {"auto", "null", "none"}
+FIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rope_interleaved")
+"""Keys of model_config that decide what a weight means and leave no trace in its shape."""
+
 OTHER_FORMATS = {
     "checkpoint_metadata.json": "a checkpoint of the existing Nanotron",
     "config.json": "a Hugging Face model",
@@ -212,15 +217,37 @@ def _index(checkpoint: str) -> Index:
         raise ConfigError(f"checkpoint {checkpoint}: {error}") from error
 
 
-def check_shapes(checkpoint: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a checkpoint of another model: one line per weight that differs from ``shapes``, the run's."""
+def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another model: one line per weight whose shape differs from ``shapes``, the run's.
+
+    Weights of equal shape can still be of another model: the keys in FIXED must be those that the checkpoint was
+    trained with. Others, such as rope_theta, may change.
+    """
     lines = differences(
         {name: list(shape) for name, shape in read_shapes(checkpoint).items()},
         {name: list(shape) for name, shape in shapes.items()},
     )
+    saved = _document(checkpoint, MODEL_CONFIG)
+    if saved is not None:
+        now = {**dict.fromkeys(FIXED), **{key: model_config[key] for key in FIXED if key in model_config}}
+        lines += differences({key: saved.get(key) for key in FIXED}, now, "model.model_config")
     if lines:
         shown = lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
         raise ConfigError([f"checkpoint {checkpoint} is of another model: {line}" for line in shown])
+
+
+def changed_keys(checkpoint: str, config: Mapping[str, Any]) -> list[str]:
+    """One line per key of the run's config that is not what it was in the checkpoint's; all of them may change."""
+    saved = _document(checkpoint, CONFIG)
+    return [] if saved is None else differences(saved, config)
+
+
+def _document(checkpoint: str, name: str) -> Any:
+    """A YAML or JSON file of a checkpoint, None when it has none."""
+    try:
+        return yaml.safe_load(read_text(open_folder(checkpoint), name))
+    except FileNotFoundError:
+        return None
 
 
 def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:
