@@ -14,7 +14,9 @@ from nanotron.config import (
     Config,
     LlamaConfig,
     MistralConfig,
+    ModelArgs,
     ModelConfig,
+    ParallelismArgs,
     Qwen2Config,
     Qwen3Config,
     SGDOptimizerArgs,
@@ -217,3 +219,18 @@ def test_a_full_file_of_the_existing_nanotron_is_accepted_with_a_notice_for_ever
 def test_a_config_from_plain_values_names_its_mistakes_too() -> None:
     with pytest.raises(ConfigError, match=r"parallelism\.dp: 0 is out of range"):
         get_config_from_dict({**parse(RIGHT).values, "parallelism": {"dp": 0}})
+
+
+def test_scripts_may_pass_a_torch_dtype_and_enum_members() -> None:
+    class dtype:
+        __module__ = "torch"
+
+        def __str__(self) -> str:
+            return "torch.float64"
+
+    class Mode:
+        name = "REDUCE_SCATTER"
+
+    model = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+    assert ModelArgs(model_config=model, dtype=dtype()).dtype == "float64"  # type: ignore[arg-type]
+    assert ParallelismArgs(tp_mode=Mode()).tp_mode == "REDUCE_SCATTER"  # type: ignore[arg-type]

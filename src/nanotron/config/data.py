@@ -34,6 +34,10 @@ HuggingFaceNames = Annotated[
     | Annotated[dict[str, Float], Tag("<names to fractions>")],
     Discriminator(_names_kind),
 ]
+Numbers = Annotated[
+    Annotated[Int, Tag("<number>")] | Annotated[list[Int], Tag("<list of numbers>")],
+    Discriminator(lambda value: "<list of numbers>" if isinstance(value, list) else "<number>"),
+]
 StringList = Annotated[list[str], BeforeValidator(_as_list)]
 
 
@@ -74,7 +78,9 @@ class NanosetDatasetsArgs:
     pad_samples_to_global_batch_size: bool = key(
         False, "Pad an epoch to whole batches.", notice="batches run on across epochs; nothing is padded"
     )
-    dataset_max_tokens: Int | list[Int] | None = key(None, "Tokens to use of each folder; null is all.", derived="all")
+    dataset_max_tokens: Numbers | None = key(
+        None, "Tokens to use of each folder: a number for all, or a list of one for each; null is all."
+    )
     shuffle_files: bool = key(False, "Shuffle whole files.", notice="windows are shuffled one by one, over all files")
     use_old_brrr_dataloader: bool = key(False, "Choose another reader.", notice="there is one reader")
 

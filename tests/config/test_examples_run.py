@@ -1,0 +1,44 @@
+"""The examples that a laptop can train are trained, for two steps, in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanotron.check import check
+from nanotron.layout import parameter_specs
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    file
+    for file in sorted((ROOT / "examples").glob("*.yaml"))
+    if sum(spec.numel for spec in parameter_specs(check(file)).values()) < 10**7
+]
+
+
+def test_there_is_a_small_example() -> None:
+    assert [file.name for file in SMALL] == ["config_tiny_llama.yaml"]
+
+
+@pytest.mark.parametrize("file", SMALL, ids=lambda file: file.name)
+def test_a_small_example_trains(file: Path, tmp_path: Path) -> None:
+    corpus = f"{{corpus: stdlib, folder: {ROOT / 'data' / 'stdlib-bpe4096'}}}"  # prepared once for all tests
+    overrides = [
+        *(f"parallelism.{axis}=1" for axis in ("dp", "tp", "pp")),
+        *("tokens.train_steps=2", "optimizer.learning_rate_scheduler.lr_warmup_steps=1"),
+        *("tokens.batch_accumulation_per_replica=1", "general.threads_per_rank=1"),
+        f"data_stages=[{{name: a, start_training_step: 1, data: {{dataset: {corpus}}}}}]",
+    ]
+    command: list[str | Path] = [sys.executable, ROOT / "run_train.py", "--config-file", file]
+    command += [part for override in overrides for part in ("--override", override)]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    run_dir = tmp_path / check(file).checkpoints.checkpoints_path
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert (run_dir / "2" / "index.json").exists()
+    assert check(run_dir / "config.yaml", nproc=1) == check(run_dir / "2" / "config.yaml", nproc=1)
