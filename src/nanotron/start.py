@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.checkpoint.agreement import Store
+from nanotron.checkpoint.compare import changed_keys, check_model
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
-from nanotron.checkpoint.resume import Resume, agree_resume, changed_keys, check_model, check_shared, read_state
+from nanotron.checkpoint.resume import Resume, agree_resume, check_shared, read_state
 from nanotron.config import ExistingCheckpointInit
 from nanotron.convert.sources import load_weights
 from nanotron.layout import parameter_specs

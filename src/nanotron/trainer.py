@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nanotron.checkpoint.agreement import Store
-from nanotron.checkpoint.resume import check_data
+from nanotron.checkpoint.compare import check_data
 from nanotron.checkpoint.write import Saver
 from nanotron.data.feed import EndOfData, Feed, StepData
 from nanotron.data.fingerprint import fingerprint_changes

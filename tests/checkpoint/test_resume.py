@@ -13,11 +13,7 @@ import torch
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.resume import (
     agree_resume,
-    changed_keys,
-    check_data,
-    check_model,
     check_shared,
-    differences,
     find_resume,
     newest_complete,
     read_state,
@@ -249,71 +245,6 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save_steps(tmp_path, 5)
     assert json.loads((tmp_path / "5" / "index.json").read_text()) == index
     assert agree_resume(str(tmp_path), None) is not None
-
-
-HEADS = {
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rope_theta": 1e4,
-    "rope_interleaved": False,
-}
-
-
-def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    check_model(f"{tmp_path}/1", {"w": (4, 2)}, HEADS)
-    with pytest.raises(ConfigError) as caught:
-        check_model(f"{tmp_path}/1", {"w": (4, 3), "head.weight": (8, 2)}, HEADS)
-    assert [line.split(" is of another model: ")[1] for line in caught.value.problems] == [
-        "w was [4, 2] in the checkpoint and is [4, 3] now",
-        "head.weight is [8, 2] now and absent in the checkpoint",
-    ]
-
-
-def test_a_model_of_the_same_shapes_and_other_heads_is_refused(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    (tmp_path / "1" / "model_config.json").write_text(json.dumps(HEADS))
-    check_model(f"{tmp_path}/1", {"w": (4, 2)}, {**HEADS, "rope_theta": 5e5})
-    with pytest.raises(ConfigError) as caught:
-        check_model(f"{tmp_path}/1", {"w": (4, 2)}, {**HEADS, "num_attention_heads": 8, "rope_interleaved": True})
-    assert [line.split(" is of another model: ")[1] for line in caught.value.problems] == [
-        "model.model_config.num_attention_heads was 4 in the checkpoint and is 8 now",
-        "model.model_config.rope_interleaved was false in the checkpoint and is true now",
-    ]
-
-
-def test_what_else_changed_in_the_config_is_listed(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1)
-    now = {"parallelism": {"dp": 4, "tp": 1}, "tokens": {"train_steps": 200}}
-    assert changed_keys(f"{tmp_path}/1", now) == []  # it carries no config
-    (tmp_path / "1" / "config.yaml").write_text("parallelism: {dp: 2, tp: 1}\ntokens: {train_steps: 100}\n")
-    assert changed_keys(f"{tmp_path}/1", now) == [
-        "parallelism.dp was 2 in the checkpoint and is 4 now",
-        "tokens.train_steps was 100 in the checkpoint and is 200 now",
-    ]
-
-
-def test_changed_data_is_refused_with_the_difference_unless_allowed() -> None:
-    line = "stage 'stable' source 0 (a): a.ds was 10 bytes, is 12 bytes"
-    with pytest.raises(ConfigError) as caught:
-        check_data([line])
-    assert caught.value.problems == [
-        f"the data changed since the checkpoint: {line}; put the data back, or continue with --allow-data-change"
-    ]
-    assert check_data([line], allow_change=True) == [line]
-
-
-def test_nested_differences_are_named_by_their_path() -> None:
-    saved = {"layout": {"dp": 2, "tp": 1}, "threads": 2, "stages": [{"name": "a", "lr": 1.0}], "gone": 1}
-    now = {"layout": {"dp": 4, "tp": 1}, "threads": 2, "stages": [{"name": "a", "lr": 0.5}], "new": None}
-    assert differences(saved, now) == [
-        "layout.dp was 2 in the checkpoint and is 4 now",
-        "stages[0].lr was 1.0 in the checkpoint and is 0.5 now",
-        "gone is 1 in the checkpoint and absent now",
-        "new is null now and absent in the checkpoint",
-    ]
-    assert differences(saved, saved) == []
 
 
 def test_state_is_read_back_and_looking_for_a_checkpoint_imports_no_torch(tmp_path: Path) -> None:

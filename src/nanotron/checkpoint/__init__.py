@@ -12,8 +12,8 @@ What the trainer calls, module by module (only ``write`` and ``read`` import tor
     resume.agree_resume(…)                  the same for all ranks, after every file's checksums were verified
     resume.newest_complete(checkpoints_path)
     resume.read_state(checkpoint)           state.json
-    resume.check_model / check_data         refuse another model, or other data, with the differences
-    resume.changed_keys(checkpoint, config) what else of the config is not as it was
+    compare.check_model / check_data        refuse another model, or other data, with the differences
+    compare.changed_keys(checkpoint, config) what else of the config is not as it was
     verify.damaged_files                    checksums, file by file
 
 ``checkpoint`` is the folder of one step, ``checkpoints_path`` the folder that holds the steps; both may be URLs.

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and whether it may. No torch.
+"""Which checkpoint a run continues from. No torch.
 
 ``resume_checkpoint_path``    what happens
     omitted, null, auto       the newest complete step of checkpoints_path; none: a fresh start
@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-import yaml
-
 from nanotron.checkpoint.agreement import Agreement, Store
-from nanotron.checkpoint.format import CONFIG, INDEX, MODEL_CONFIG, STATE, Damaged, Index
+from nanotron.checkpoint.format import INDEX, STATE, Damaged
 from nanotron.checkpoint.retention import complete_steps, read_index, step_names
 from nanotron.checkpoint.storage import Folder, LocalFolder, open_folder, read_text
 from nanotron.checkpoint.verify import damaged_files
@@ -26,9 +23,6 @@ from nanotron.errors import ConfigError
 
 KEY = "checkpoints.resume_checkpoint_path"
 AUTO = {"auto", "null", "none"}
-FIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rope_interleaved")
-"""Keys of model_config that decide what a weight means and leave no trace in its shape."""
-
 OTHER_FORMATS = {
     "checkpoint_metadata.json": "a checkpoint of the existing Nanotron",
     "config.json": "a Hugging Face model",
@@ -54,12 +48,6 @@ def read_state(checkpoint: str) -> dict[str, Any]:
     """state.json of a checkpoint."""
     state: dict[str, Any] = json.loads(read_text(open_folder(checkpoint), STATE))
     return state
-
-
-def read_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    """The global shapes of a checkpoint's weights, by name."""
-    tensors = _index(checkpoint).tensors
-    return {key.removeprefix("weight/"): tensor.shape for key, tensor in tensors.items() if key.startswith("weight/")}
 
 
 def find_resume(checkpoints_path: str, resume_checkpoint_path: str | None, before: int | None = None) -> Resume | None:
@@ -208,84 +196,6 @@ def _why_no_checkpoint(folder: Folder, names: list[str]) -> str:
         advice = f"the newest complete one is {earlier}" if earlier else "no other step there is complete"
         return f"it has no index.json, so its save was never completed; {advice}"
     return "it holds neither an index.json nor steps"
-
-
-def _index(checkpoint: str) -> Index:
-    try:
-        return read_index(open_folder(checkpoint))
-    except Damaged as error:
-        raise ConfigError(f"checkpoint {checkpoint}: {error}") from error
-
-
-def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another model: one line per weight whose shape differs from ``shapes``, the run's.
-
-    Weights of equal shape can still be of another model: the keys in FIXED must be those that the checkpoint was
-    trained with. Others, such as rope_theta, may change.
-    """
-    lines = differences(
-        {name: list(shape) for name, shape in read_shapes(checkpoint).items()},
-        {name: list(shape) for name, shape in shapes.items()},
-    )
-    saved = _document(checkpoint, MODEL_CONFIG)
-    if saved is not None:
-        now = {**dict.fromkeys(FIXED), **{key: model_config[key] for key in FIXED if key in model_config}}
-        lines += differences({key: saved.get(key) for key in FIXED}, now, "model.model_config")
-    if lines:
-        shown = lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
-        raise ConfigError([f"checkpoint {checkpoint} is of another model: {line}" for line in shown])
-
-
-def changed_keys(checkpoint: str, config: Mapping[str, Any]) -> list[str]:
-    """One line per key of the run's config that is not what it was in the checkpoint's; all of them may change."""
-    saved = _document(checkpoint, CONFIG)
-    return [] if saved is None else differences(saved, config)
-
-
-def _document(checkpoint: str, name: str) -> Any:
-    """A YAML or JSON file of a checkpoint, None when it has none."""
-    try:
-        return yaml.safe_load(read_text(open_folder(checkpoint), name))
-    except FileNotFoundError:
-        return None
-
-
-def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:
-    """Refuse data that changed since the checkpoint; when it is allowed, return the lines, to be printed."""
-    if changes and not allow_change:
-        fix = "put the data back, or continue with --allow-data-change"
-        raise ConfigError([f"the data changed since the checkpoint: {line}; {fix}" for line in changes])
-    return changes
-
-
-def differences(saved: Any, now: Any, where: str = "") -> list[str]:
-    """One line per value that differs between two nested dicts and lists, by dotted path."""
-    if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        lines = []
-        for key in [*saved, *(key for key in now if key not in saved)]:
-            path = f"{where}.{key}" if where else str(key)
-            if key not in now:
-                lines.append(f"{path} is {_short(saved[key])} in the checkpoint and absent now")
-            elif key not in saved:
-                lines.append(f"{path} is {_short(now[key])} now and absent in the checkpoint")
-            else:
-                lines += differences(saved[key], now[key], path)
-        return lines
-    if isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
-        if list(saved) == list(now):
-            return []
-        if len(saved) == len(now) and any(isinstance(item, (Mapping, list, tuple)) for item in saved):
-            return [
-                line
-                for i, (a, b) in enumerate(zip(saved, now, strict=True))
-                for line in differences(a, b, f"{where}[{i}]")
-            ]
-    return [] if saved == now else [f"{where} was {_short(saved)} in the checkpoint and is {_short(now)} now"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 120 else f"{text[:117]}…"
 
 
 def check_shared(checkpoints_path: str, rank: int, world: int, store: Store | None) -> None:

@@ -1,0 +1,96 @@
+"""What a run may not change, and what it changed, since the checkpoint it continues from. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from nanotron.checkpoint.format import CONFIG, MODEL_CONFIG, Damaged
+from nanotron.checkpoint.retention import read_index
+from nanotron.checkpoint.storage import open_folder, read_text
+from nanotron.errors import ConfigError
+
+FIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rope_interleaved")
+"""Keys of model_config that decide what a weight means and leave no trace in its shape."""
+
+
+def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_config: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another model: one line per weight whose shape differs from ``shapes``, the run's.
+
+    Weights of equal shape can still be of another model: the keys in FIXED must be those that the checkpoint was
+    trained with. Others, such as rope_theta, may change.
+    """
+    lines = differences(
+        {name: list(shape) for name, shape in _weight_shapes(checkpoint).items()},
+        {name: list(shape) for name, shape in shapes.items()},
+    )
+    saved = _document(checkpoint, MODEL_CONFIG)
+    if saved is not None:
+        now = {**dict.fromkeys(FIXED), **{key: model_config[key] for key in FIXED if key in model_config}}
+        lines += differences({key: saved.get(key) for key in FIXED}, now, "model.model_config")
+    if lines:
+        shown = lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
+        raise ConfigError([f"checkpoint {checkpoint} is of another model: {line}" for line in shown])
+
+
+def changed_keys(checkpoint: str, config: Mapping[str, Any]) -> list[str]:
+    """One line per key of the run's config that is not what it was in the checkpoint's; all of them may change."""
+    saved = _document(checkpoint, CONFIG)
+    return [] if saved is None else differences(saved, config)
+
+
+def _weight_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
+    try:
+        tensors = read_index(open_folder(checkpoint)).tensors
+    except Damaged as error:
+        raise ConfigError(f"checkpoint {checkpoint}: {error}") from error
+    return {key.removeprefix("weight/"): tensor.shape for key, tensor in tensors.items() if key.startswith("weight/")}
+
+
+def _document(checkpoint: str, name: str) -> Any:
+    """A YAML or JSON file of a checkpoint, None when it has none."""
+    try:
+        return yaml.safe_load(read_text(open_folder(checkpoint), name))
+    except FileNotFoundError:
+        return None
+
+
+def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:
+    """Refuse data that changed since the checkpoint; when it is allowed, return the lines, to be printed."""
+    if changes and not allow_change:
+        fix = "put the data back, or continue with --allow-data-change"
+        raise ConfigError([f"the data changed since the checkpoint: {line}; {fix}" for line in changes])
+    return changes
+
+
+def differences(saved: Any, now: Any, where: str = "") -> list[str]:
+    """One line per value that differs between two nested dicts and lists, by dotted path."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        lines = []
+        for key in [*saved, *(key for key in now if key not in saved)]:
+            path = f"{where}.{key}" if where else str(key)
+            if key not in now:
+                lines.append(f"{path} is {_short(saved[key])} in the checkpoint and absent now")
+            elif key not in saved:
+                lines.append(f"{path} is {_short(now[key])} now and absent in the checkpoint")
+            else:
+                lines += differences(saved[key], now[key], path)
+        return lines
+    if isinstance(saved, (list, tuple)) and isinstance(now, (list, tuple)):
+        if list(saved) == list(now):
+            return []
+        if len(saved) == len(now) and any(isinstance(item, (Mapping, list, tuple)) for item in saved):
+            return [
+                line
+                for i, (a, b) in enumerate(zip(saved, now, strict=True))
+                for line in differences(a, b, f"{where}[{i}]")
+            ]
+    return [] if saved == now else [f"{where} was {_short(saved)} in the checkpoint and is {_short(now)} now"]
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 120 else f"{text[:117]}…"
