@@ -28,19 +28,21 @@ def collate(windows: Sequence[Window], *, document_masking: bool) -> Rows:
     Positions restart at every known document start. With document masking, the first token of a document is not a
     target, and doc_starts is given unless every row is one document.
     """
-    windows_tokens = np.stack([window.tokens for window in windows])  # [b, s+1]
-    tokens, labels = windows_tokens[:, :-1].copy(), windows_tokens[:, 1:].copy()  # [b, s] each
-    doc_starts = np.zeros_like(labels)
+    shape = len(windows), len(windows[0].tokens) - 1
+    tokens, labels, positions = (np.empty(shape, np.int64) for _ in range(3))  # [b, s] each
+    index = np.arange(shape[1])
+    doc_starts = np.zeros(shape, np.int64) if document_masking else None
     for row, window in enumerate(windows):
+        tokens[row], labels[row], positions[row] = window.tokens[:-1], window.tokens[1:], index
         if window.targets is not None:
             labels[row, ~window.targets[1:]] = IGNORED_LABEL
         if window.starts is not None and window.starts.size:
-            doc_starts[row] = _start_of_each_token(window.starts, labels.shape[1])
-            if document_masking:
+            starts = _start_of_each_token(window.starts, shape[1])
+            positions[row] -= starts
+            if doc_starts is not None:
+                doc_starts[row] = starts
                 labels[row, window.starts - 1] = IGNORED_LABEL
-    positions = np.arange(labels.shape[1]) - doc_starts
-    wanted = document_masking and bool(doc_starts.any())
-    return Rows(tokens, labels, positions, doc_starts if wanted else None)
+    return Rows(tokens, labels, positions, doc_starts if doc_starts is not None and doc_starts.any() else None)
 
 
 def _start_of_each_token(starts: Indices, num_tokens: int) -> npt.NDArray[np.int64]:

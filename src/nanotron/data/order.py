@@ -18,6 +18,7 @@ _Words = npt.NDArray[np.uint64]
 
 _NUM_ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = (np.arange(1, _NUM_ROUNDS + 1, dtype=np.uint64) * _GOLDEN)[:, None]
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
@@ -39,13 +40,12 @@ def _mix(words: _Words) -> _Words:
 
 
 def _feistel(words: _Words, num_bits: int, keys: _Words) -> _Words:
-    """One pass of the network: a bijection of [0, 2**num_bits), chosen by `keys` (one key per word)."""
+    """One pass of the network: a bijection of [0, 2**num_bits), chosen by `keys` (one per word, or one for all)."""
     low_bits = np.uint64(num_bits - num_bits // 2)
     low_mask = (np.uint64(1) << low_bits) - np.uint64(1)
     high_mask = (np.uint64(1) << np.uint64(num_bits // 2)) - np.uint64(1)
     low, high = words & low_mask, words >> low_bits
-    for number in range(_NUM_ROUNDS):
-        round_keys = _mix(keys + np.uint64(number + 1) * _GOLDEN)
+    for number, round_keys in enumerate(_mix(keys + _ROUNDS)):
         if number % 2 == 0:
             low = low ^ (_mix(high ^ round_keys) & low_mask)
         else:
@@ -59,12 +59,12 @@ def permute(indices: Indices, length: int, keys: int | _Words) -> Indices:
         return np.zeros_like(indices)
     num_bits = (length - 1).bit_length()
     words = indices.astype(np.uint64)
-    keys = np.broadcast_to(np.asarray(keys, dtype=np.uint64), words.shape)
+    keys = np.atleast_1d(np.asarray(keys, dtype=np.uint64))
     with np.errstate(over="ignore"):
         words = _feistel(words, num_bits, keys)
         outside = np.flatnonzero(words >= length)
         while outside.size:
-            words[outside] = _feistel(words[outside], num_bits, keys[outside])
+            words[outside] = _feistel(words[outside], num_bits, keys if len(keys) == 1 else keys[outside])
             outside = outside[words[outside] >= length]
     return words.astype(np.int64)
 
