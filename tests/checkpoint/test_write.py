@@ -206,6 +206,23 @@ def test_training_goes_on_while_a_slow_disk_writes_what_the_weights_were(tmp_pat
     assert holds(f"{tmp_path}/1", 1.0)
 
 
+def test_a_step_that_is_written_anew_is_no_checkpoint_meanwhile_and_keeps_nothing_old(tmp_path: Path, faulty) -> None:
+    saver = Saver(str(tmp_path))
+    saver.save(5, pieces(1.0), {})
+    assert saver.wait()
+    (tmp_path / "5" / "shard-00003-of-00004.safetensors").write_text("of another layout")
+    faulty.gate.clear()
+    faulty.operations.clear()
+    saver.save(5, pieces(2.0), {})
+    while not any(operation.startswith("open shard-00000-of-00001") for operation in faulty.operations):
+        time.sleep(0.001)
+    assert newest_complete(str(tmp_path)) is None
+    faulty.gate.set()
+    assert saver.wait()
+    assert holds(f"{tmp_path}/5", 2.0)
+    assert not (tmp_path / "5" / "shard-00003-of-00004.safetensors").exists()
+
+
 def test_a_second_save_waits_for_the_first_and_both_are_complete(tmp_path: Path, faulty) -> None:
     saver = Saver(str(tmp_path))
     faulty.gate.clear()

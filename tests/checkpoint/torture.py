@@ -123,7 +123,7 @@ def torture(pool: Pool, folder: Path, kills_per_phase: int, seed: int = 0, tell:
         values_of(folder / name, LAYOUT, tokens__train_steps=steps, checkpoints__checkpoint_interval=INTERVAL)
         for name in ("plain", "killed")
     )
-    assert pool.run(WORLD, run, plain, timeout=600) == [codes.DONE] * WORLD
+    assert pool.run(WORLD, run, plain, timeout=3600) == [codes.DONE] * WORLD
     step = 0
     for kill in kills:
         died(pool, killed, kill)
@@ -131,7 +131,7 @@ def torture(pool: Pool, folder: Path, kills_per_phase: int, seed: int = 0, tell:
         tell(f"{kill.phase}, rank {kill.rank}: step {step} -> {now}")
         assert now > step or kill.phase == "load", f"no progress: {kill}, step {now}"
         step = now
-    assert pool.run(WORLD, run, killed, timeout=600) == [codes.DONE] * WORLD
+    assert pool.run(WORLD, run, killed, timeout=3600) == [codes.DONE] * WORLD
     assert metrics_of(folder / "killed") == metrics_of(folder / "plain")
     assert different(folder / "killed" / str(steps), folder / "plain" / str(steps)) == []
 
@@ -139,7 +139,7 @@ def torture(pool: Pool, folder: Path, kills_per_phase: int, seed: int = 0, tell:
 def died(pool: Pool, values: dict[str, Any], kill: Kill) -> None:
     """Run until the kill; anything else that ends the run is an error."""
     with pytest.raises(CaseFailed) as caught:
-        pool.run(WORLD, killed_run, values, kill, timeout=300)
+        pool.run(WORLD, killed_run, values, kill, timeout=600)
     assert f"rank {kill.rank} of {WORLD} failed:\nthe process died, exit code -9" in str(caught.value), caught.value
 
 
