@@ -25,7 +25,9 @@ from nanotron.pipeline.custom import find_problems, is_custom
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
 
 PROBES: list[Rule] = []
-"""Questions that look beyond the config: at schedules, parameters and files."""
+"""Questions that look beyond the config: at schedules and parameters."""
+FILE_PROBES: list[Rule] = []
+"""Questions about files, which must lie on this machine to be answered."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,18 @@ def check(config_file: str | os.PathLike[str], overrides: Sequence[str] = (), np
     return examine(config_file, overrides, nproc).config
 
 
-def examine(config_file: str | os.PathLike[str], overrides: Sequence[str] = (), nproc: int | None = None) -> Checked:
-    """Do what `check` does, and keep the notices. Raises ConfigError with every mistake."""
+def examine(
+    config_file: str | os.PathLike[str], overrides: Sequence[str] = (), nproc: int | None = None, *, files: bool = True
+) -> Checked:
+    """Do what `check` does, and keep the notices; without `files`, data and checkpoints need not be here.
+
+    Raises ConfigError with every mistake.
+    """
     reading = read_file(config_file, overrides)
     if reading.config is not None:
         refuse(reading)
         _ask(reading, reading.config, [*RULES, _fits(nproc)])
-        _ask(reading, reading.config, PROBES)
+        _ask(reading, reading.config, [*PROBES, *FILE_PROBES] if files else PROBES)
     config = reading.value()
     if config.model.model_config.vocab_size is None:
         fill(config.model.model_config, "vocab_size", model_vocab_size(config))
@@ -138,6 +145,10 @@ def _probe(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
     return declare(PROBES, keys)
 
 
+def _file_probe(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
+    return declare(FILE_PROBES, keys)
+
+
 @_probe(
     "parallelism.pp_engine", "parallelism.pp", "parallelism.pp_virtual_stages", "tokens.batch_accumulation_per_replica"
 )
@@ -168,7 +179,7 @@ def _patterns_match_parameters(config: Config) -> Findings:
             yield key, f"{pattern} is not a regular expression: {error}"
 
 
-@_probe("data_stages", "tokenizer", "model.model_config.vocab_size", "tokens.sequence_length")
+@_file_probe("data_stages", "tokenizer", "model.model_config.vocab_size", "tokens.sequence_length")
 def _data_can_be_read(config: Config) -> Findings:
     problems = probe_stages(config)
     about_files = [problem for problem in problems if problem.path[0] == "data_stages"]
@@ -182,7 +193,7 @@ def _wandb_is_installed(config: Config) -> Findings:
         yield "logging.wandb", "true, but the package wandb is not installed; pip install wandb, or set it to false"
 
 
-@_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path")
+@_file_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path")
 def _checkpoint_can_be_resumed(config: Config) -> Findings:
     path, resume = config.checkpoints.checkpoints_path, config.checkpoints.resume_checkpoint_path
     if os.path.isfile(path):
@@ -194,7 +205,7 @@ def _checkpoint_can_be_resumed(config: Config) -> Findings:
             yield _blame(str(error), "checkpoints.resume_checkpoint_path")
 
 
-@_probe("model.init_method")
+@_file_probe("model.init_method")
 def _initial_weights_exist(config: Config) -> Findings:
     init = config.model.init_method
     if not isinstance(init, ExistingCheckpointInit) or "://" in init.path:
