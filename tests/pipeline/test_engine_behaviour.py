@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
-from nanotron.pipeline.schedules import SCHEDULE_NAMES, Action, Schedule, loop
+from nanotron.pipeline.schedules import SCHEDULE_NAMES
 from nanotron.pipeline.simulate import simulate
 from tests.pipeline.toy import ToyBatch, ToyStage, toy_batches, toy_pipeline, toy_schedule, without_pipeline
 from tests.pool import CaseFailed, Pool
@@ -202,39 +202,6 @@ def test_a_rank_that_waits_takes_pending_weight_gradients(pool: Pool) -> None:
     assert [event for event in waited if event[0] == "W"] == [f"W{i}" for i in range(5) for _ in range(2)]
     _, expected = without_pipeline(2, toy_batches(5), 1.0)
     assert all(torch.equal(gradients[0][name], gradient) for name, gradient in expected[1].items())
-
-
-def weights_last(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """All of F, then B of chunk 1, then B of chunk 0, then W: on rank 0, chunk 1's W wait while B of chunk 0 do."""
-    order = [("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 1), ("W", 0)]
-    return (Action(kind, microbatch, chunk) for kind, chunk in order for microbatch in range(microbatches))
-
-
-def order_of_backward(rank: int, world: int) -> list[str]:
-    """What rank 0 does from its first B on, while rank 1 takes its time for the B that rank 0 waits for."""
-    mesh = Mesh({"pp": world}, rank)
-    mesh.create_groups()
-    pipeline = toy_pipeline(Schedule("weights last", world, 2, loop, weights_last), mesh)
-    chunk = pipeline.chunks[0]
-    if rank == 1:
-        take = chunk.weight_grads.take
-
-        def slow_take() -> list[Callable[[], None]]:
-            time.sleep(0.4)
-            return take()
-
-        chunk.weight_grads.take = slow_take
-    pipeline.spans = []
-    pipeline.run(toy_batches(3), 1.0)
-    return [f"{span.kind}{span.microbatch}.{span.chunk}" for span in pipeline.spans if span.kind != "F"]
-
-
-def test_weight_gradients_of_the_last_microbatch_keep_their_place(pool: Pool) -> None:
-    """They complete gradient buckets, whose reductions all replicas must start in one order."""
-    order, _ = pool.run(2, order_of_backward)
-    place = {action: index for index, action in enumerate(order)}
-    assert place["W1.1"] < place["B0.0"]  # others do not
-    assert place["B2.0"] < place["W2.1"]
 
 
 # ------------------------------------------------------------------ failures

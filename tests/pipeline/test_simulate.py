@@ -10,7 +10,7 @@ import pytest
 from nanotron.errors import ConfigError
 from nanotron.pipeline.communication import Exchange, Program, communication, make_exchange
 from nanotron.pipeline.schedules import Action, Schedule, get_schedule, loop, one_f_one_b
-from nanotron.pipeline.simulate import peak, prove, rendezvous
+from nanotron.pipeline.simulate import Collective, peak, prove, rendezvous, with_reductions
 from nanotron.pipeline.timeline import execute
 
 
@@ -57,6 +57,30 @@ def test_two_ranks_that_both_send_first_hang_and_a_crossing_exchange_does_not() 
         rendezvous(schedule, apart)
     assert "rank 0 hangs in SEND activation 2 for stage 1 with pp rank 1" in str(error.value)
     assert "rank 1 hangs in SEND gradient 1 for stage 0 with pp rank 0" in str(error.value)
+
+
+def test_reductions_fit_into_the_order_and_a_tied_sum_that_comes_too_early_is_refused() -> None:
+    schedule = get_schedule("zb_h1", 3)
+    programs = with_reductions(schedule, communication(schedule, 4))
+    assert len(programs) == 6
+    rendezvous(schedule, programs)
+    (tied,) = [step for step in programs[3] if isinstance(step, Collective) and step.name == "tied weights"]
+    assert tied.ranks == (3, 5)
+    early = list(programs)
+    early[3] = [tied, *(step for step in programs[3] if step is not tied)]
+    with pytest.raises(ConfigError) as error:
+        rendezvous(schedule, early)
+    assert r"rank 3 hangs in the reduction of tied weights over ranks (3, 5), before F0 of stage 0" in str(error.value)
+
+
+def test_replicas_that_reduce_their_buckets_in_different_orders_are_refused() -> None:
+    schedule = get_schedule("zbv", 2)
+    programs = with_reductions(schedule, communication(schedule, 4))
+    places = [index for index, step in enumerate(programs[0]) if isinstance(step, Collective)]
+    swapped = list(programs[0])
+    swapped[places[0]], swapped[places[1]] = swapped[places[1]], swapped[places[0]]
+    with pytest.raises(ConfigError, match="rank 0 hangs in the reduction of buckets complete after"):
+        rendezvous(schedule, [swapped, *programs[1:]])
 
 
 def test_an_action_before_its_receive_is_refused() -> None:

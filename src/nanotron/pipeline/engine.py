@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import time
 from typing import Any, Protocol
 
 import torch
@@ -185,7 +185,11 @@ class _Run:
             job()
 
     def _input(self, action: Action) -> Tensor | None:
-        """What an action needs from a neighbouring stage, waiting for it if need be."""
+        """What an action needs from a neighbouring stage, waiting for it if need be.
+
+        Waiting is spent on pending weight gradients. Replicas may so complete their gradient buckets at different
+        times, but reduce them in one order, since buckets leave in line (optim/buckets.py).
+        """
         message = input_of(self.schedule, self.rank, action)
         if message is None:
             return None
@@ -194,18 +198,10 @@ class _Run:
         waiting = f"waiting for {message} before {self._describe(action)}"
         self.pipeline.current_action = waiting
         parcel = self.transport.receive(message)
-        while self.transport.can_ask and not parcel.is_done() and self._may_take_weights():
+        while self.pending and self.transport.can_ask and not parcel.is_done():
             self._next_job()
             self.pipeline.current_action = waiting
         return parcel.take()
-
-    def _may_take_weights(self) -> bool:
-        """Whether a W may fill the time of waiting.
-
-        Those of the last microbatch stay where the schedule has them: they complete gradient buckets, and all replicas
-        must reduce their buckets in one order.
-        """
-        return bool(self.pending) and self.pending[0][0].microbatch < len(self.batches) - 1
 
     def _describe(self, action: Action) -> str:
         stage = self.schedule.placement(self.rank, action.chunk)
@@ -229,4 +225,4 @@ class _Run:
     def _now(self) -> float:
         if self.pipeline.device.type != "cpu":
             torch.accelerator.synchronize(self.pipeline.device)  # only while tracing: it shows the device's time
-        return perf_counter()
+        return time()  # not perf_counter: it must compare between hosts

@@ -1,7 +1,7 @@
 """The proof of a schedule before it may run, and what it will cost.
 
 Two questions, two answers. Can it hang? `rendezvous` executes exactly the lists that the engine issues under the worst
-rules there are: every transfer blocks both of its ranks until both have come to it. How long does it take?
+rules there are: every transfer and every reduction blocks its ranks until all have come to it. How long does it take?
 `execute` (timeline.py) lets transfers overlap computation, as they do over gloo and nccl.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from nanotron.errors import ConfigError
@@ -54,7 +55,7 @@ def prove(schedule: Schedule, microbatches: int) -> list[Program]:
     """Every rank's program, after checking that it does all the work once and cannot hang."""
     check_actions(schedule, microbatches)
     programs = communication(schedule, microbatches)
-    rendezvous(schedule, programs)
+    rendezvous(schedule, with_reductions(schedule, programs))
     return programs
 
 
@@ -111,19 +112,63 @@ def _check_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> No
             )
 
 
-def rendezvous(schedule: Schedule, programs: Sequence[Program]) -> None:
-    """Execute programs with every transfer blocking both its ends; ConfigError names who hangs, where, on what."""
+class Collective(NamedTuple):
+    """A reduction of gradients, which ends when all its ranks have come to it."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"the reduction of {self.name} over ranks {self.ranks}"
+
+
+BlockingStep = Step | Collective
+
+
+def with_reductions(schedule: Schedule, programs: Sequence[Program], replicas: int = 2) -> list[list[BlockingStep]]:
+    """The programs of several replicas, with all that the optimizer adds to them; replica d's ranks follow d - 1's.
+
+    Gradient buckets are reduced over the replicas when a chunk's last B and its last W complete them; what the first
+    and the last stage share is summed over these two after all actions, then reduced too.
+    """
+    ranks = schedule.ranks
+    ends = {schedule.holders[0][0], schedule.holders[schedule.num_stages - 1][0]}
+    result: list[list[BlockingStep]] = []
+    for replica, rank in product(range(replicas), range(ranks)):
+        first = replica * ranks
+        everywhere = tuple(other * ranks + rank for other in range(replicas))
+        last = {(kind, step.chunk): step for step in programs[rank] if isinstance(step, Action) for kind in step.kind}
+        steps: list[BlockingStep] = []
+        for step in programs[rank]:
+            steps.append(_moved(step, first) if isinstance(step, Exchange) else step)
+            if isinstance(step, Action):
+                done = [kind for kind in step.kind if kind != "F" and last[kind, step.chunk] is step]
+                steps += [
+                    Collective(f"buckets complete after {kind} of chunk {step.chunk}", everywhere) for kind in done
+                ]
+        if len(ends) > 1 and rank in ends:
+            steps.append(Collective("tied weights", tuple(first + end for end in sorted(ends))))
+        result.append([*steps, Collective("the last buckets", everywhere)])
+    return result
+
+
+def _moved(step: Exchange, by: int) -> Exchange:
+    transfers = tuple(Transfer(message, source + by, target + by) for message, source, target in step.transfers)
+    return Exchange(step.kind, step.peer + by, transfers)
+
+
+def rendezvous(schedule: Schedule, programs: Sequence[Sequence[BlockingStep]]) -> None:
+    """Execute programs with everything blocking until all its ranks are there; ConfigError names who hangs, where."""
     positions = [0] * len(programs)
     done: set[Transfer] = set()
 
-    def current(rank: int) -> Step | None:
+    def current(rank: int) -> BlockingStep | None:
         return programs[rank][positions[rank]] if positions[rank] < len(programs[rank]) else None
 
     runnable = list(range(len(programs)))
     while runnable:
         rank = runnable.pop()
-        step = current(rank)
-        while step is not None:
+        while (step := current(rank)) is not None:
             if isinstance(step, Exchange):
                 offer = current(step.peer)
                 met = set(step.transfers) & set(offer.transfers) if isinstance(offer, Exchange) else set()
@@ -132,32 +177,38 @@ def rendezvous(schedule: Schedule, programs: Sequence[Program]) -> None:
                     runnable.append(step.peer)
                 if not done.issuperset(step.transfers):
                     break
+            elif isinstance(step, Collective):
+                if any(current(other) != step for other in step.ranks):
+                    break
+                for other in set(step.ranks) - {rank}:
+                    positions[other] += 1
+                    runnable.append(other)
             else:
                 _check_input(schedule, rank, step, done)
             positions[rank] += 1
-            step = current(rank)
     hangs = [_hang(schedule, rank, programs[rank][positions[rank] :]) for rank in range(len(programs)) if current(rank)]
     if hangs:
         raise ConfigError(hangs)
 
 
 def _check_input(schedule: Schedule, rank: int, action: Action, done: set[Transfer]) -> None:
-    need = input_of(schedule, rank, action)
+    first = rank - rank % schedule.ranks  # of its replica
+    need = input_of(schedule, rank - first, action)
     if need is None:
         return
-    source = schedule.holders[need.stage - 1 if need.kind == "F" else need.stage + 1][0]
+    source = first + schedule.holders[need.stage - 1 if need.kind == "F" else need.stage + 1][0]
     if source != rank and Transfer(need, source, rank) not in done:
         raise ConfigError(
             f"schedule {schedule.name}: rank {rank} starts {action} of stage {need.stage} before it receives {need}"
         )
 
 
-def _hang(schedule: Schedule, rank: int, left: Program) -> str:
+def _hang(schedule: Schedule, rank: int, left: Sequence[BlockingStep]) -> str:
     following = next((step for step in left if isinstance(step, Action)), None)
-    before = (
-        f", before {following} of stage {schedule.placement(rank, following.chunk)}" if following else ", its last step"
-    )
-    return f"schedule {schedule.name}: rank {rank} hangs in {left[0]}{before}; its peer never comes to that transfer"
+    before = ", after its last action"
+    if following is not None:
+        before = f", before {following} of stage {schedule.placement(rank % schedule.ranks, following.chunk)}"
+    return f"schedule {schedule.name}: rank {rank} hangs in {left[0]}{before}; the other side never comes to it"
 
 
 def peak(schedule: Schedule, rank: int, program: Program) -> Peak:

@@ -106,8 +106,7 @@ def execute(
     """Run every rank's actions in order, each as soon as its input has arrived, and note when.
 
     A transfer between ranks takes `transfer`, occupies neither rank, and leaves as soon as its sender has computed it.
-    With `eager_weights` a rank that waits spends the time on its oldest pending W (but none of the last microbatch),
-    as the engine does over gloo.
+    With `eager_weights` a rank that waits spends the time on its oldest pending W, as the engine does over gloo.
     Raises ConfigError, naming rank, stage and action, when a rank waits for something that is never computed.
     """
     clockwork = _Clockwork(schedule, microbatches, cost, transfer, eager_weights)
@@ -132,8 +131,7 @@ class _Clockwork:
     def __init__(
         self, schedule: Schedule, microbatches: int, cost: StageCost, transfer: float, eager_weights: bool
     ) -> None:
-        self.schedule, self.microbatches, self.cost = schedule, microbatches, cost
-        self.transfer, self.eager_weights = transfer, eager_weights
+        self.schedule, self.cost, self.transfer, self.eager_weights = schedule, cost, transfer, eager_weights
         self.runnable = [
             _Row(rank, split_fused(schedule.actions(rank, microbatches))) for rank in range(schedule.ranks)
         ]
@@ -163,8 +161,6 @@ class _Clockwork:
         """Wait for the input, run the action, and pass its result on."""
         while self.eager_weights and row.clock < arrival and row.pending:
             oldest = next(iter(row.pending))
-            if oldest.microbatch == self.microbatches - 1:
-                break
             self._work(row, oldest, min(row.pending[oldest], arrival - row.clock))
         row.clock = max(row.clock, arrival)
         stage = self.schedule.placement(row.rank, action.chunk)
