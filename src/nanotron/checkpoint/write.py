@@ -56,7 +56,7 @@ class Snapshot:
         written = [piece for piece in pieces if piece.writes and piece.box.numel]
         self.pieces = sorted(written, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
         size = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
-        on_device = any(piece.tensor.is_cuda for piece in self.pieces)
+        on_device = any(not piece.tensor.is_cpu for piece in self.pieces)
         if self._buffer.numel() != size:
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
         for piece, start, stop in self._ranges():
@@ -64,7 +64,7 @@ class Snapshot:
             host = self._buffer[start:stop].view(piece.tensor.dtype).view(piece.box.shape)
             host.copy_(piece.tensor.detach(), non_blocking=on_device)
         if on_device:
-            torch.cuda.current_stream().synchronize()
+            torch.accelerator.current_stream().synchronize()
 
     def parts(self) -> Iterator[tuple[Piece, memoryview]]:
         """Each piece with its bytes, in file order."""
