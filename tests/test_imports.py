@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "metrics": {"config", "mesh"},
     "layout": {"config", "mesh", "params", "models", "pipeline", "metrics"},
     "check": {"config", "mesh", "params", "models", "pipeline", "layout", "data", "checkpoint"},
-    "plan": {"config", "mesh", "comm", "params", "models", "pipeline", "optim"},
+    "plan": {"config", "mesh", "params", "models", "pipeline", "optim", "metrics", "layout", "step"},
     "step": {"config", "mesh", "comm", "params", "layout", "models", "pipeline", "optim", "checkpoint"},
     "validation": {"mesh", "comm", "step"},
     "start": {"config", "mesh", "layout", "step", "checkpoint", "convert"},

@@ -136,6 +136,36 @@ def inspect(
 
 
 @app.command()
+def plan(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006
+    gpu: Annotated[str, typer.Option(help="Device: h100, h200, a100, b200, mi300x, cpu, …")] = "h100",
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices with fast links between them.")] = 8,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes.", show_default="as many as dp · tp · pp needs")
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the fastest layout that fits, for the config's global batch.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="With --search: file for the best config.", show_default="best-CONFIG"),
+    ] = None,
+) -> None:
+    """Predict memory, traffic, bubble and speed of a layout before it runs; exit code 3 when it does not fit."""
+    from nanotron.check import examine
+
+    config = examine(config_file, override, files=False).config
+    from nanotron.plan.command import plan as run
+    from nanotron.plan.command import plan_search
+
+    if search:
+        best = output or config_file.with_name(f"best-{config_file.name}")
+        raise typer.Exit(plan_search(config, gpu=gpu, per_node=gpus_per_node, nodes=nodes, output=best))
+    raise typer.Exit(run(config, gpu=gpu, per_node=gpus_per_node, nodes=nodes))
+
+
+@app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/config.md instead, for people.")] = False,
 ) -> None:

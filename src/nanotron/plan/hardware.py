@@ -19,7 +19,7 @@ MATMUL_EFFICIENCY, NETWORK_EFFICIENCY = 0.66, 0.6  # the two that are fitted to 
 MEMORY_EFFICIENCY = 0.8  # of the memory bandwidth, for kernels that only move data
 LINK_EFFICIENCY = 0.8  # of one direction of the links inside a node
 HOST_SECONDS = 8e-6  # that Python and PyTorch take to launch a kernel
-# Seconds of a collective before its first byte, and of each hop: NCCL's own model, src/graph/tuning.cc (Simple protocol).
+# Seconds of a collective before its first byte, and of each hop: NCCL's own model (src/graph/tuning.cc, Simple).
 BASE_LATENCY, LINK_HOP, NETWORK_HOP = 8.4e-6, 3.4e-6, 14e-6
 
 
@@ -76,7 +76,7 @@ class Cluster:
         return min(links, self.network_efficiency * self.device.network_bandwidth * on_a_node)
 
     def latency(self, kind: str, ranks: int, stride: int) -> float:
-        """Seconds that a collective of no bytes takes: hops around a ring, or, for an all-reduce, up and down a tree."""
+        """Seconds that a collective of no bytes takes: around a ring, or, for an all-reduce, up and down a tree."""
         on_a_node = min(ranks, self._on_a_node(stride))
         nodes = -(-ranks // on_a_node)
         ring = (ranks - nodes) * LINK_HOP + (nodes if nodes > 1 else 0) * NETWORK_HOP

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from nanotron.layout import mesh_axes, pipeline_schedule
 from nanotron.mesh import Mesh
 from nanotron.metrics.flops import flops_per_step
+from nanotron.pipeline.communication import Program
 from nanotron.pipeline.schedules import Schedule
 from nanotron.pipeline.simulate import prove
 from nanotron.pipeline.timeline import Timeline, execute
@@ -84,29 +85,69 @@ class Planner:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._measurements = Measurements(accelerator=cluster.is_accelerator)
+        self._programs: dict[tuple[str, int, int, int], list[Program]] = {}
 
     def plan(self, config: Config) -> Plan:
         """Predict everything about one config, which has been checked."""
-        schedule, microbatches = pipeline_schedule(config), config.tokens.batch_accumulation_per_replica
-        held = [held_by(config, pp_rank) for pp_rank in range(schedule.ranks)]
-        chunks = [self._chunks(config, parts) for parts in held]
-        states = [self._state(config, pp_rank, parts) for pp_rank, parts in enumerate(held)]
-        programs = prove(schedule, microbatches)
+        schedule, held, chunks, states = self._measured(config)
         timeline = self._timeline(config, schedule, chunks)
+        memories = self._memories(config, schedule, chunks, states)
         ranks = [
             RankPlan(
                 pp_rank,
                 held[pp_rank],
-                rank_memory(config, schedule, pp_rank, programs[pp_rank], chunks[pp_rank], states[pp_rank]),
+                memories[pp_rank],
                 _traffic(config, schedule, pp_rank, chunks[pp_rank], states[pp_rank]),
             )
             for pp_rank in range(schedule.ranks)
         ]
         return self._assembled(config, timeline, chunks, states, ranks)
 
-    def memory(self, config: Config) -> list[RankMemory]:
+    def memories(self, config: Config) -> list[RankMemory]:
         """The memory of every pipeline rank."""
-        return [rank.memory for rank in self.plan(config).ranks]
+        schedule, _, chunks, states = self._measured(config)
+        return self._memories(config, schedule, chunks, states)
+
+    def fits(self, config: Config) -> bool:
+        """Whether every rank's memory is enough."""
+        for pp_rank in (0, config.parallelism.pp - 1):  # what is held between steps alone, first: it is quickly known
+            held = held_by(config, pp_rank)
+            if self._state(config, pp_rank, held).total > self.cluster.memory_bytes:
+                return False
+        return max(memory.total for memory in self.memories(config)) <= self.cluster.memory_bytes
+
+    def least_seconds(self, config: Config) -> float:
+        """A step's time if its pipeline had no bubble and its layers were spread evenly: no layout takes less."""
+        layers = config.model.model_config.num_hidden_layers
+        whole = self._measurements.chunk(config, layers=layers, embed=True, head=True)
+        peak = self.cluster.peak_flops(config)
+        microbatch = sum(self._seconds(config, work, peak) for work in (whole.forward, whole.backward, whole.weights))
+        return microbatch * config.tokens.batch_accumulation_per_replica / config.parallelism.pp
+
+    def _measured(
+        self, config: Config
+    ) -> tuple[Schedule, list[list[Held]], list[list[ChunkCounts]], list[StateCounts]]:
+        """What every pipeline rank holds, what its chunks do with a microbatch, and its state."""
+        schedule = pipeline_schedule(config)
+        held = [held_by(config, pp_rank) for pp_rank in range(schedule.ranks)]
+        chunks = [self._chunks(config, parts) for parts in held]
+        return schedule, held, chunks, [self._state(config, pp_rank, parts) for pp_rank, parts in enumerate(held)]
+
+    def _memories(
+        self,
+        config: Config,
+        schedule: Schedule,
+        chunks: Sequence[Sequence[ChunkCounts]],
+        states: Sequence[StateCounts],
+    ) -> list[RankMemory]:
+        microbatches = config.tokens.batch_accumulation_per_replica
+        key = (schedule.name, schedule.ranks, schedule.num_chunks, microbatches)
+        if key not in self._programs:
+            self._programs[key] = prove(schedule, microbatches)
+        return [
+            rank_memory(config, schedule, rank, program, chunks[rank], states[rank])
+            for rank, program in enumerate(self._programs[key])
+        ]
 
     def _chunks(self, config: Config, held: Sequence[Held]) -> list[ChunkCounts]:
         return [

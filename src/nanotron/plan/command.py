@@ -1,0 +1,55 @@
+"""`nanotron plan`: one layout predicted, or the best one found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanotron.errors import ConfigError
+from nanotron.plan.fixes import cheapest_fixes
+from nanotron.plan.hardware import find_cluster
+from nanotron.plan.layouts import changed
+from nanotron.plan.predict import Planner
+from nanotron.plan.search import search
+from nanotron.plan.text import fixes_text, plan_text, search_text
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+FITS, DOES_NOT_FIT = 0, 3
+
+
+def plan(config: Config, *, gpu: str, per_node: int, nodes: int | None) -> int:
+    """Print the plan of a config that has been checked; returns 0, or 3 when it does not fit."""
+    cluster = find_cluster(gpu, per_node)
+    world = config.parallelism.world_size
+    if nodes is not None and nodes * per_node != world:
+        raise ConfigError(
+            f"--nodes {nodes} of {per_node} devices are {nodes * per_node}, but parallelism.dp · tp · pp = {world};"
+            f" use --nodes {-(-world // per_node)}, change the layout, or add --search to find one"
+        )
+    planner = Planner(cluster)
+    found = planner.plan(config)
+    print(plan_text(found))
+    if found.fits:
+        return FITS
+    print("", fixes_text(cheapest_fixes(planner, config)), sep="\n")
+    return DOES_NOT_FIT
+
+
+def plan_search(config: Config, *, gpu: str, per_node: int, nodes: int | None, output: Path) -> int:
+    """Print the fastest layouts on these nodes and write the best one's config; returns 0, or 3 when none fits."""
+    if output.exists():
+        raise ConfigError(f"--output {output}: exists already; name another file, or delete it")
+    planner = Planner(find_cluster(gpu, per_node))
+    devices = nodes * per_node if nodes is not None else config.parallelism.world_size
+    found = search(planner, config, devices)
+    print(search_text(found))
+    if not found.best:
+        print(f"None of {found.num_legal} legal layouts fits on {devices} × {planner.cluster.device.name}.")
+        return DOES_NOT_FIT
+    change, best = found.best[0]
+    header = f"The fastest of {found.num_legal} layouts on {devices} × {planner.cluster.device.name}, as predicted"
+    changed(config, change).save_as_yaml(output, resolved=True, header=header)
+    print("", plan_text(best), "", f"{output}: the first of them, to train with", sep="\n")
+    return FITS

@@ -1,0 +1,54 @@
+"""Other layouts of the same run: which are legal, and how to write them down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from nanotron.config.rules import RULES
+from nanotron.errors import ConfigError
+from nanotron.layout import layers_of_stages
+from nanotron.pipeline.custom import find_problems
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+Change = Mapping[str, Any]
+"""Dotted keys and their new values."""
+
+
+def changed(config: Config, change: Change) -> Config:
+    """The config with some keys replaced; stages are balanced anew."""
+    other = deepcopy(config)
+    for name, value in change.items():
+        *sections, key = name.split(".")
+        holder: Any = other
+        for section in sections:
+            holder = getattr(holder, section)
+        setattr(holder, key, value)
+    other.parallelism.pp_layers = None
+    return other
+
+
+def is_legal(config: Config) -> bool:
+    """Whether the trainer would accept the layout."""
+    layout, microbatches = config.parallelism, config.tokens.batch_accumulation_per_replica
+    if microbatches < 1 or any(True for rule in RULES for _ in rule.ask(config)):
+        return False
+    if find_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches):
+        return False
+    try:
+        layers_of_stages(config)
+    except ConfigError:
+        return False
+    return True
+
+
+def written(change: Change) -> str:
+    """`tp=4, pp=2`: a change as a person would say it."""
+    return ", ".join(f"{name.rpartition('.')[2]}={_plain(value)}" for name, value in change.items())
+
+
+def _plain(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,83 @@
+"""Finds the fastest layout that fits: all legal ones, most promising first, until none left can be faster.
+
+A layout without bubble and without communication is an upper bound on its speed, and cheap: it needs only the counts of
+one chunk, which many layouts share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanotron.config.rules import divisors
+from nanotron.plan.layouts import Change, changed, is_legal
+from nanotron.plan.predict import Plan, Planner
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+MICRO_BATCHES = (1, 2, 4, 8)
+SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2))
+BEST = 10
+
+
+class Candidate(NamedTuple):
+    """A legal layout and the least time that a step could take with it."""
+
+    change: Change
+    config: Config
+    least_seconds: float
+
+
+class Found(NamedTuple):
+    """The fastest layouts, the fastest first."""
+
+    best: list[tuple[Change, Plan]]
+    num_legal: int
+    num_planned: int
+
+
+def search(planner: Planner, config: Config, num_devices: int) -> Found:
+    """The fastest layouts of a run over this many devices, with its global batch and sequence length."""
+    candidates = [
+        Candidate(change, other, planner.least_seconds(other))
+        for change, other in legal_layouts(planner, config, num_devices)
+    ]
+    best: list[tuple[Change, Plan]] = []
+    num_planned = 0
+    for candidate in sorted(candidates, key=lambda candidate: candidate.least_seconds):
+        if len(best) == BEST and candidate.least_seconds >= best[-1][1].step_seconds:
+            break
+        if not planner.fits(candidate.config):
+            continue
+        num_planned += 1
+        best.append((candidate.change, planner.plan(candidate.config)))
+        best = sorted(best, key=lambda found: found[1].step_seconds)[:BEST]
+    return Found(best, len(candidates), num_planned)
+
+
+def legal_layouts(planner: Planner, config: Config, num_devices: int) -> Iterator[tuple[Change, Config]]:
+    """Every legal layout: tp within a node, pp, schedule, micro-batch, recompute, ZeRO; dp takes the other devices."""
+    layers, batch = config.model.model_config.num_hidden_layers, config.global_batch_size
+    for tp in divisors(planner.cluster.per_node):
+        for pp in [size for size in divisors(num_devices) if size <= layers and num_devices % (tp * size) == 0]:
+            dp = num_devices // (tp * pp)
+            for rows in [rows for rows in MICRO_BATCHES if batch % (rows * dp) == 0]:
+                for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+                    for recompute in (False, True):
+                        for zero in (1, 0) if dp > 1 else (config.optimizer.zero_stage,):
+                            change = {
+                                "parallelism.dp": dp,
+                                "parallelism.tp": tp,
+                                "parallelism.pp": pp,
+                                "parallelism.pp_engine": schedule,
+                                "parallelism.pp_virtual_stages": chunks,
+                                "parallelism.tp_mode": "REDUCE_SCATTER" if tp > 1 else "ALL_REDUCE",
+                                "parallelism.recompute_layer": recompute,
+                                "optimizer.zero_stage": zero,
+                                "tokens.micro_batch_size": rows,
+                                "tokens.batch_accumulation_per_replica": batch // (rows * dp),
+                            }
+                            other = changed(config, change)
+                            if is_legal(other):
+                                yield change, other

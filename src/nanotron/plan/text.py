@@ -1,0 +1,146 @@
+"""A plan as a person reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanotron.layout import mesh_axes, parameter_specs
+from nanotron.logging import human_duration, human_format
+from nanotron.mesh import Mesh
+from nanotron.metrics.memory import GIB
+from nanotron.plan.fixes import Fix
+from nanotron.plan.layouts import written
+from nanotron.plan.predict import Plan, RankPlan
+from nanotron.plan.search import Found
+
+SHOWN = 6  # pipeline ranks; of more, the ends and the worst
+
+
+def plan_text(plan: Plan) -> str:
+    """Everything about one layout."""
+    blocks = [_heading(plan), _memory(plan), _traffic(plan), _time(plan), [_verdict(plan)]]
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def fixes_text(fixes: Sequence[Fix]) -> str:
+    """What would make it fit, the cheapest first."""
+    if not fixes:
+        return "No small change makes it fit: use more devices, or search with --search."
+    lines = ["Cheapest changes that make it fit:"]
+    for fix in fixes:
+        plan = fix.plan
+        devices = plan.config.parallelism.world_size
+        lines.append(
+            f"  {written(fix.change)}: {plan.worst.memory.total / GIB:.1f} GiB, "
+            f"{human_format(plan.tokens_per_second)} tokens/s on {devices} devices, MFU {plan.mfu:.1%}"
+        )
+    return "\n".join(lines)
+
+
+def search_text(found: Found) -> str:
+    """The table of the fastest layouts."""
+    lines = [f"{found.num_legal} legal layouts, {found.num_planned} of them planned in full; the fastest that fit:", ""]
+    header = f"{'dp':>5}{'tp':>4}{'pp':>4}  {'schedule':<17}{'micro-batch':>11}{'zero':>5}{'recompute':>10}"
+    lines.append(f"{header}{'GiB':>7}{'bubble':>8}{'tokens/s':>10}{'MFU':>7}")
+    for _, plan in found.best:
+        layout, tokens = plan.config.parallelism, plan.config.tokens
+        micro = f"{tokens.micro_batch_size} × {tokens.batch_accumulation_per_replica}"
+        line = (
+            f"{layout.dp:>5}{layout.tp:>4}{layout.pp:>4}  {layout.pp_engine if layout.pp > 1 else '-':<17}{micro:>11}"
+        )
+        line += f"{plan.config.optimizer.zero_stage:>5}{'yes' if layout.recompute_layer else 'no':>10}"
+        line += f"{plan.worst.memory.total / GIB:>7.1f}{plan.bubble:>8.1%}{human_format(plan.tokens_per_second):>10}"
+        lines.append(f"{line}{plan.mfu:>7.1%}")
+    return "\n".join(lines)
+
+
+def _heading(plan: Plan) -> list[str]:
+    config, layout, cluster = plan.config, plan.config.parallelism, plan.cluster
+    parameters = sum(spec.numel for spec in parameter_specs(config).values())
+    nodes = -(-layout.world_size // cluster.per_node)
+    tokens = config.tokens
+    recompute = ", recompute" if layout.recompute_layer else ""
+    return [
+        f"{human_format(parameters)} parameters in {config.model.dtype} on {layout.world_size} × {cluster.device.name}"
+        f" ({nodes} node{'s'[: nodes > 1]} of {cluster.per_node})",
+        f"dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp} ({layout.tp_mode}),"
+        f" zero stage {config.optimizer.zero_stage}{recompute}",
+        f"{config.global_batch_size} samples of {tokens.sequence_length} tokens per step:"
+        f" {tokens.batch_accumulation_per_replica} micro-batches of {tokens.micro_batch_size} on each replica",
+    ]
+
+
+def _memory(plan: Plan) -> list[str]:
+    lines = [
+        f"GiB per rank, of {plan.cluster.memory_bytes / GIB:.1f}",
+        f"{'pp rank':<9}{'weights':>8}{'grads':>8}{'master':>8}{'moments':>9}{'activations':>13}"
+        f"{'buffers':>9}{'total':>8}  holds",
+    ]
+    for rank in _shown(plan):
+        memory = rank.memory
+        sizes = (memory.parameters, memory.gradients, memory.master_weights, memory.moments)
+        line = f"{rank.pp_rank:<9}" + "".join(
+            f"{size / GIB:>{width}.2f}" for size, width in zip(sizes, (8, 8, 8, 9), strict=True)
+        )
+        line += f"{memory.activations / GIB:>13.2f}{memory.buffers / GIB:>9.2f}{memory.total / GIB:>8.2f}"
+        lines.append(line + f"  {_holds(rank)}{' (most)' if rank is plan.worst and len(plan.ranks) > 1 else ''}")
+    hidden = len(plan.ranks) - len(_shown(plan))
+    return lines + ([f"({hidden} more pipeline ranks, none of which needs more)"] if hidden else [])
+
+
+def _shown(plan: Plan) -> list[RankPlan]:
+    if len(plan.ranks) <= SHOWN:
+        return plan.ranks
+    ends = (*plan.ranks[:2], plan.worst, plan.ranks[-1])
+    return [rank for rank in plan.ranks if rank in ends]
+
+
+def _holds(rank: RankPlan) -> str:
+    parts = []
+    for (lo, hi), embed, head in rank.held:
+        parts += ["embedding"] * embed + [f"layers {lo}-{hi - 1}" if hi - lo > 1 else f"layer {lo}"] + ["head"] * head
+    return ", ".join(parts)
+
+
+def _traffic(plan: Plan) -> list[str]:
+    """One line per axis and kind: bytes of the busiest rank, and what they travel over."""
+    mesh, cluster = Mesh(mesh_axes(plan.config)), plan.cluster
+    lines = [f"{'axis':<6}{'ranks':>6}  {'over':<9}{'kind':<16}{'GiB per step':>13}{'time of the axis':>18}"]
+    keys = sorted({key for rank in plan.ranks for key in rank.traffic})
+    for axis, kind in keys:
+        num_bytes = max(rank.traffic[axis, kind] for rank in plan.ranks)
+        spans = mesh.ranks_along("pp" if axis == "tied" else axis)
+        size = 2 if axis == "tied" else len(spans)
+        over = "links" if spans[-1] < cluster.per_node else "network"
+        first = (axis, kind) == next(key for key in keys if key[0] == axis)
+        time = f"{plan.axis_seconds[axis] * 1e3:.1f} ms" if first and axis in plan.axis_seconds else ""
+        lines.append(f"{axis:<6}{size:>6}  {over:<9}{kind:<16}{num_bytes / GIB:>13.3f}{time:>18}".rstrip())
+    return lines if keys else ["one rank: nothing is sent"]
+
+
+def _time(plan: Plan) -> list[str]:
+    config = plan.config
+    tokens = config.global_batch_size_in_tokens * config.tokens.train_steps
+    run_seconds = plan.step_seconds * config.tokens.train_steps
+    hours = run_seconds / 3600 * config.parallelism.world_size
+    return [
+        f"step        {_seconds(plan.step_seconds)}: pipeline {_seconds(plan.pipeline_seconds)}"
+        f" (bubble {plan.bubble:.1%}), communication after it {_seconds(plan.exposed_seconds)},"
+        f" update {_seconds(plan.update_seconds)}",
+        f"model FLOPs {human_format(plan.model_flops)} per step, attention at full S²",
+        f"throughput  {human_format(plan.tokens_per_second)} tokens/s, "
+        f"{human_format(plan.tokens_per_second / config.parallelism.world_size)} per device, MFU {plan.mfu:.1%}",
+        f"whole run   {human_format(tokens)} tokens in {config.tokens.train_steps} steps:"
+        f" {human_duration(run_seconds)}, {human_format(hours)} device-hours",
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _verdict(plan: Plan) -> str:
+    need, have = plan.worst.memory.total / GIB, plan.cluster.memory_bytes / GIB
+    if plan.fits:
+        return f"It fits: {need:.1f} of {have:.1f} GiB."
+    return f"It does not fit: pipeline rank {plan.worst.pp_rank} needs {need:.1f} GiB, a device has {have:.1f}."
