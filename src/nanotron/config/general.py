@@ -157,6 +157,8 @@ class MetricsLoggingArgs:
         "0: the run's own numbers. 1: also norms of every layer.",
         refused="norms of every layer are not measured; metrics.jsonl has the run's own numbers at level 0",
         allowed=(0,),
+        ge=0,
+        le=1,
     )
     log_detail_interval: Int = key(
         10, "Steps from one detailed measurement to the next.", notice="there are no detailed measurements", gt=0
