@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def save_whole(folder: Path, config, source: Path, dtype: torch.dtype) -> str:
     pieces = weight_pieces(config, dtype)
     load_weights(str(source), pieces, config)
     saver = Saver(str(folder / "ours"))
-    values = {key: value for key, value in vars(config).items() if value is not None and not key.startswith("__")}
+    values = {key.name: getattr(config, key.name) for key in fields(config) if getattr(config, key.name) is not None}
     saver.save(1, pieces, {}, {"model_config.json": json.dumps(values, default=vars)})
     assert saver.wait(), saver.poll()
     return str(folder / "ours" / "1")
