@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
