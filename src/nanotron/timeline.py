@@ -77,7 +77,7 @@ def predict(
             one.tokens.batch_accumulation_per_replica,
             _costs(one, costs, measured),
             transfer=transfer,
-            eager_weights=unit == "s",
+            eager_weights=unit == "s" and _ranks_wait_on_the_host(),
         )
         panels.append(Panel(f"{name}, predicted", simulation.timeline))
         peaks[name] = simulation.peaks
@@ -87,6 +87,13 @@ def predict(
 def as_csv(config: Config) -> str:
     """The config's schedule as CSV, which `parallelism.pp_engine` accepts."""
     return to_csv(pipeline_schedule(config), config.tokens.batch_accumulation_per_replica)
+
+
+def _ranks_wait_on_the_host() -> bool:
+    """Whether ranks of this machine can do a pending W while they wait: over gloo they can, devices queue their work."""
+    from nanotron.launch.place import Place, choose_device
+
+    return choose_device(Place(rank=0, world=1, local_rank=0, local_world=1))[1] == "gloo"
 
 
 def _with_schedule(config: Config, name: str) -> Config:
