@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "validation": {"mesh", "comm", "step"},
     "start": {"config", "mesh", "layout", "step", "checkpoint", "convert"},
     "stage_costs": {"*", "launch"},
-    "timeline": {"config", "layout", "pipeline", "stage_costs"},
+    "timeline": {"config", "layout", "pipeline", "stage_costs", "launch"},
     "trainer": {"*", "launch"},
     "convert": {"config", "mesh", "params", "models", "checkpoint"},
     "generate": {"*", "launch"},
