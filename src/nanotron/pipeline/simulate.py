@@ -64,32 +64,35 @@ def check_actions(schedule: Schedule, microbatches: int) -> None:
 
     A rank's W must follow the order of its B: each weight's gradients are summed first-in first-out, whenever W runs.
     """
-    name = f"schedule {schedule.name}"
     places = [(rank, chunk) for rank in range(schedule.ranks) for chunk in range(schedule.num_chunks)]
     stages = sorted(schedule.placement(*place) for place in places)
     if stages != list(range(schedule.num_stages)):
         raise ConfigError(
-            f"{name} places stages {stages}; each of 0..{schedule.num_stages - 1} must be held exactly once"
+            f"schedule {schedule.name} places stages {stages}; each of 0..{schedule.num_stages - 1} must be held exactly once"
         )
     for rank in range(schedule.ranks):
         actions = split_fused(schedule.actions(rank, microbatches))
-        expected = {
-            Action(kind, microbatch, chunk)
-            for kind in "FBW"
-            for microbatch in range(microbatches)
-            for chunk in range(schedule.num_chunks)
-        }
-        counts = Counter(actions)
-        for action in sorted(expected | counts.keys()):
-            if counts[action] != (action in expected):
-                held = 0 <= action.chunk < schedule.num_chunks
-                where = f"stage {schedule.placement(rank, action.chunk)}" if held else f"chunk {action.chunk}"
-                raise ConfigError(
-                    f"{name}, rank {rank}: {action.kind} of microbatch {action.microbatch} in {where} appears "
-                    f"{counts[action]} times instead of {int(action in expected)}; every rank must do F, B and W of "
-                    f"each of its {microbatches} microbatches and {schedule.num_chunks} chunks exactly once"
-                )
+        _check_counts(schedule, rank, actions, microbatches)
         _check_order(schedule, rank, actions)
+
+
+def _check_counts(schedule: Schedule, rank: int, actions: Sequence[Action], microbatches: int) -> None:
+    expected = {
+        Action(kind, microbatch, chunk)
+        for kind in "FBW"
+        for microbatch in range(microbatches)
+        for chunk in range(schedule.num_chunks)
+    }
+    counts = Counter(actions)
+    for action in sorted(expected | counts.keys()):
+        if counts[action] != (action in expected):
+            held = 0 <= action.chunk < schedule.num_chunks
+            where = f"stage {schedule.placement(rank, action.chunk)}" if held else f"chunk {action.chunk}"
+            raise ConfigError(
+                f"schedule {schedule.name}, rank {rank}: {action.kind} of microbatch {action.microbatch} in {where} appears "
+                f"{counts[action]} times instead of {int(action in expected)}; every rank must do F, B and W of "
+                f"each of its {microbatches} microbatches and {schedule.num_chunks} chunks exactly once"
+            )
 
 
 def _check_order(schedule: Schedule, rank: int, actions: Sequence[Action]) -> None:

@@ -75,7 +75,7 @@ class Parcel:
 
 
 class Transport:
-    """The transfers of one batch. Use as a context: leaving it waits until everything sent has left.
+    """The transfers of one batch; `finish` ends it.
 
     gloo cannot say whether a transfer is over without waiting for it, so there a thread per lane (direction, peer,
     sent or received) waits instead: transfers of one lane finish in order.
@@ -98,7 +98,9 @@ class Transport:
             group = self._groups[kind]
             if transfers and group is not None:
                 self._post(transfers, exchange.peer, group, outgoing)
-        self._leaving = [parcel for parcel in self._leaving if not parcel.is_done()]
+        for parcel in [parcel for parcel in self._leaving if parcel.is_done()]:
+            parcel.finish()  # raises what went wrong
+            self._leaving.remove(parcel)
 
     def receive(self, message: Message) -> Parcel:
         """The parcel of a message whose receive has been posted."""
