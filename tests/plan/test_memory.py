@@ -1,0 +1,135 @@
+"""Predicted memory against what a run on this CPU really allocates, as the profiler's allocator events tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from nanotron.batch import Batch
+from nanotron.layout import mesh_axes, tied_stages
+from nanotron.mesh import Mesh
+from nanotron.pipeline.transport import Parcel, Transport
+from nanotron.plan.hardware import find_cluster
+from nanotron.plan.predict import Planner
+from nanotron.step import Training
+from tests.plan.configs import VOCABULARY, small
+from tests.pool import Pool
+
+MARK = 12_345_677  # bytes; no tensor of a run has this size
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"dtype": "bfloat16", "dp": 2, "zero": 0, "sum_in_fp32": False},
+    {"dp": 2, "layers": 7},
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": True, "recompute": True, "dtype": "bfloat16"},
+    {"pp": 2, "layers": 6},
+    {"pp": 2, "schedule": "zb_h1"},
+    {"pp": 2, "schedule": "zbv", "tied": True, "layers": 8},
+    {"pp": 2, "schedule": "interleaved_1f1b", "layers": 8},
+    {"recompute": True, "loss_chunk": 64},
+]
+
+
+class Measured(NamedTuple):
+    """Bytes of one rank: before its first step, and at the worst moment of two steps."""
+
+    state: int
+    peak: int
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: ",".join(f"{k}={v}" for k, v in layout.items()) or "one")
+def test_predicted_memory_is_within_5_percent_of_what_a_run_allocates(pool: Pool, layout: dict[str, Any]) -> None:
+    config = small(**layout)
+    size = config.parallelism
+    measured = pool.run(size.world_size, run_and_measure, layout, timeout=300)
+    for rank, memory in enumerate(Planner(find_cluster("cpu", 8)).memories(config)):
+        state = memory.parameters + memory.gradients + memory.master_weights + memory.moments
+        real = measured[rank * size.dp * size.tp + size.tp - 1]
+        assert state == pytest.approx(real.state, rel=0.01), f"state of pipeline rank {rank}"
+        assert memory.total == pytest.approx(real.peak, rel=0.05), f"peak of pipeline rank {rank}"
+        assert memory.total - state == pytest.approx(real.peak - real.state, rel=0.05), f"activations of rank {rank}"
+
+
+def run_and_measure(rank: int, world: int, layout: dict[str, Any]) -> Measured:
+    """Two steps of real training under the profiler."""
+    config = small(**layout)
+    mesh = Mesh(mesh_axes(config), rank)
+    mesh.create_groups([stage for stages in tied_stages(config).values() for stage in stages])
+    with frees_on_this_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        training = Training(config, mesh, "cpu")
+        training.initialize()
+        torch.empty(MARK, dtype=torch.uint8)
+        shape = (config.tokens.micro_batch_size, config.tokens.sequence_length)
+        batches = []
+        for _ in range(config.tokens.batch_accumulation_per_replica):
+            ids = torch.randint(VOCABULARY, shape)
+            batches.append(Batch(ids, ids.clone(), torch.arange(shape[1]).repeat(shape[0], 1)))
+        for update in (1, 2):
+            training.step(update, batches).read()
+        del batches
+    return measured_of(profiler)
+
+
+@contextmanager
+def frees_on_this_thread() -> Iterator[None]:
+    """Let go of sent tensors on the main thread: the profiler does not see what other threads free.
+
+    The threads that wait for transfers hand the tensors over, and the main one drops them when it posts the next.
+    """
+    arrived: list[Any] = []
+    watch, post = Parcel.watch, Transport._post
+
+    def watch_and_hand_over(parcel: Parcel) -> None:
+        tensor = parcel._tensor
+        watch(parcel)
+        arrived.append(tensor)
+
+    def drop_and_post(*args: Any) -> None:
+        arrived.clear()
+        post(*args)
+
+    Parcel.watch, Transport._post = watch_and_hand_over, drop_and_post  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Parcel.watch, Transport._post = watch, post  # type: ignore[method-assign]
+
+
+def measured_of(profiler: profile) -> Measured:
+    """Follow the allocator's events.
+
+    gloo copies what it reduces, and frees the copy on a thread of its own, unseen: what was allocated in the steps and
+    was never seen to be freed counts as freed at once.
+    """
+    events = sorted(allocations(profiler))
+    marks = [index for index, (_, _, size) in enumerate(events) if size == MARK]
+    freed_at: dict[int, int] = {}  # address -> index of its next free
+    changes = [0] * (len(events) + 1)
+    for index in reversed(range(len(events))):
+        _, address, size = events[index]
+        if size < 0:
+            freed_at[address] = index
+        elif size != MARK:
+            unseen = index + 1 if index > marks[0] else len(events)
+            changes[index] += size
+            changes[freed_at.pop(address, unseen)] -= size
+    totals = list(accumulate(changes))
+    return Measured(totals[marks[0]], max(totals[marks[0] :]))
+
+
+def allocations(profiler: profile) -> Iterator[tuple[int, int, int]]:
+    """(time, address, bytes) of every allocation, negative bytes for a free."""
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while waiting:
+        event = waiting.pop()
+        waiting += event.children
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            yield event.start_time_ns, fields.ptr, fields.alloc_size
