@@ -18,7 +18,7 @@ from time import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
 from bench.plain import PlainStage
@@ -100,29 +100,21 @@ def theirs(mesh: Mesh, name: str, microbatches: int, options: argparse.Namespace
     """torch's schedule of the same kind, on a plain model of the same shape."""
     config = config_of(name, microbatches, options)
     schedule, layers = pipeline_schedule(config), layers_of_stages(config)
-    rank, device = mesh.coord("pp"), torch.device("cpu")
+    tokens = tokens_of(microbatches)
+    held = [schedule.placement(mesh.coord("pp"), index) for index in range(schedule.num_chunks)]
     hidden = torch.empty(ROWS, TOKENS, options.hidden, requires_grad=True)
     logits = torch.empty(ROWS, TOKENS, VOCABULARY, requires_grad=True)
-    tokens = tokens_of(microbatches)
-    modules: list[nn.Module] = []
-    stages = []
-    for index in range(schedule.num_chunks):
-        stage = schedule.placement(rank, index)
+    modules, stages = [], []
+    for stage in held:
         last = stage == schedule.num_stages - 1
         lo, hi = layers[stage]
         module = PlainStage(config.model.model_config, hi - lo, embed=stage == 0, head=last)
         modules.append(module)
-        given = tokens[:ROWS] if stage == 0 else hidden
-        stages.append(
-            PipelineStage(
-                module,
-                stage,
-                schedule.num_stages,
-                device,
-                input_args=(given,),
-                output_args=(logits if last else hidden,),
-            )
-        )
+        shapes = {
+            "input_args": (tokens[:ROWS] if stage == 0 else hidden,),
+            "output_args": (logits if last else hidden,),
+        }
+        stages.append(PipelineStage(module, stage, schedule.num_stages, torch.device("cpu"), **shapes))
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
@@ -132,13 +124,13 @@ def theirs(mesh: Mesh, name: str, microbatches: int, options: argparse.Namespace
         if name == "1f1b"
         else ScheduleZBVZeroBubble(stages, microbatches, loss_fn=loss, scale_grads=False)
     )
-    first = any(schedule.placement(rank, index) == 0 for index in range(schedule.num_chunks))
-    last = any(schedule.placement(rank, index) == schedule.num_stages - 1 for index in range(schedule.num_chunks))
+    given = [tokens] if 0 in held else []
+    wanted = {"target": tokens} if schedule.num_stages - 1 in held else {}
 
     def run() -> list[Span]:
         for module in modules:
             module.zero_grad(set_to_none=True)
-        pipeline.step(*([tokens] if first else []), **({"target": tokens} if last else {}), return_outputs=False)
+        pipeline.step(*given, **wanted, return_outputs=False)
         return []
 
     return run

@@ -68,7 +68,8 @@ def check_actions(schedule: Schedule, microbatches: int) -> None:
     stages = sorted(schedule.placement(*place) for place in places)
     if stages != list(range(schedule.num_stages)):
         raise ConfigError(
-            f"schedule {schedule.name} places stages {stages}; each of 0..{schedule.num_stages - 1} must be held exactly once"
+            f"schedule {schedule.name} places stages {stages}; "
+            f"each of 0..{schedule.num_stages - 1} must be held exactly once"
         )
     for rank in range(schedule.ranks):
         actions = split_fused(schedule.actions(rank, microbatches))
@@ -89,9 +90,9 @@ def _check_counts(schedule: Schedule, rank: int, actions: Sequence[Action], micr
             held = 0 <= action.chunk < schedule.num_chunks
             where = f"stage {schedule.placement(rank, action.chunk)}" if held else f"chunk {action.chunk}"
             raise ConfigError(
-                f"schedule {schedule.name}, rank {rank}: {action.kind} of microbatch {action.microbatch} in {where} appears "
-                f"{counts[action]} times instead of {int(action in expected)}; every rank must do F, B and W of "
-                f"each of its {microbatches} microbatches and {schedule.num_chunks} chunks exactly once"
+                f"schedule {schedule.name}, rank {rank}: {action.kind} of microbatch {action.microbatch} in {where} "
+                f"appears {counts[action]} times instead of {int(action in expected)}; every rank must do F, B and W "
+                f"of each of its {microbatches} microbatches and {schedule.num_chunks} chunks exactly once"
             )
 
 
