@@ -88,7 +88,7 @@ def import_hf(
 
 @app.command()
 def init(
-    preset: Annotated[str, typer.Option(help="Size of the model: tiny, 160m, 1b, 8b or 70b.")] = "tiny",
+    preset: Annotated[str, typer.Option(help="Size of the model: tiny, 160m, 1b, 8b, 70b or 405b.")] = "tiny",
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="Devices to train on (processes, on a CPU).")] = 1,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write; it must not exist.", show_default="print it")

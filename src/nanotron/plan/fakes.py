@@ -8,16 +8,15 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanotron.mesh import AxisSizes, Mesh
+from nanotron.models import llama
 from nanotron.plan.counting import Counting
 
 
@@ -59,17 +58,24 @@ def counting(*, accelerator: bool) -> Iterator[Counting]:
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         if accelerator:
-            stack.enter_context(_AcceleratorKernels())
+            stack.enter_context(_accelerator_kernels())
         yield stack.enter_context(Counting())
 
 
-class _AcceleratorKernels(TorchFunctionMode):
-    """Operations for which an accelerator has one kernel while a CPU composes several, which keep more."""
+@contextmanager
+def _accelerator_kernels() -> Iterator[None]:
+    """Give the models the norm that an accelerator has: one kernel, where a CPU composes several that keep more."""
+    composed = llama.rms_norm  # type: ignore[attr-defined]
+    llama.rms_norm = _fused_rms_norm  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        llama.rms_norm = composed  # type: ignore[attr-defined]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.rms_norm:
-            return _FusedRmsNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
-        return func(*args, **(kwargs or {}))
+
+def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    result: Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _FusedRmsNorm(Function):
