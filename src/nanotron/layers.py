@@ -264,10 +264,13 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None)
     """Scaled dot-product attention of each token to itself and the earlier tokens of its document.
 
     q [b, s, h, e]; k, v [b, s, kv, e], h a multiple of kv; doc_starts [b, s] or None (each row is one document).
-    Returns [b, s, h, e].
+    In generation k and v [b, n, kv, e] begin with n − s tokens of earlier calls. Returns [b, s, h, e].
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
     grouped = q.shape[1] != k.shape[1]
+    if k.shape[2] > q.shape[2]:
+        mask = _mask_with_earlier(q, k, doc_starts)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
     if doc_starts is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
     if q.device.type == "cpu":  # reading the boundaries costs nothing here, and saves the s × s mask
@@ -276,10 +279,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
 
 
-def _document_mask(doc_starts: Tensor) -> Tensor:
-    """Which keys each query sees, its own document up to itself: doc_starts [b, s] -> [b, 1, s, s]."""
-    index = torch.arange(doc_starts.shape[1], device=doc_starts.device)
-    return (index[:, None] >= index) & (index >= doc_starts[:, None, :, None])
+def _document_mask(doc_starts: Tensor, earlier: int = 0) -> Tensor:
+    """Which keys each query sees, its own document up to itself: doc_starts [b, s] -> [b, 1, s, earlier + s]."""
+    index = torch.arange(earlier + doc_starts.shape[1], device=doc_starts.device)
+    return (index[earlier:, None] >= index) & (index >= doc_starts[:, None, :, None])
+
+
+def _mask_with_earlier(q: Tensor, k: Tensor, doc_starts: Tensor | None) -> Tensor | None:
+    """The mask for keys [b, kv, n, e] that begin before the queries [b, h, s, e]; None where all see all."""
+    if doc_starts is None:
+        if q.shape[2] == 1:
+            return None
+        doc_starts = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
+    return _document_mask(doc_starts, k.shape[2] - q.shape[2])
 
 
 def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor) -> Tensor:

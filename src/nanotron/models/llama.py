@@ -9,7 +9,7 @@ The families differ in which biases and norms their parameter table has (models/
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +29,7 @@ from nanotron.layers import (
     rms_norm,
 )
 from nanotron.mesh import Mesh
+from nanotron.models.cache import LayerCache
 from nanotron.models.rotary import rotary_frequencies
 from nanotron.models.specs import EMBED, FINAL_NORM, head_name
 from nanotron.params import ParamSpec, draw
@@ -105,24 +106,31 @@ class Llama(nn.Module):
         chunks = -(-sequence_length // self.loss_chunk) if self.loss_chunk else 1
         return as_embedding + chunks * as_head or 1
 
-    def forward(self, x: Tensor | None, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    def forward(
+        self, x: Tensor | None, batch: Batch, cache: Sequence[LayerCache] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Run the chunk on one microbatch: (activations for the next chunk, token-sum losses, metrics).
 
         x: None in the first chunk, else [b, s, d] ([b, s/t, d]). The last chunk returns losses {"lm": …, "z": …}, and
         its logits [b, s, V/t] unless they were computed in chunks; the others return no losses.
+        cache: one for each layer, to generate: the batch goes on from the tokens that it holds, and the last chunk
+        returns the logits [b, 1, V/t] of its last token, and no losses.
         """
         if self.embed is not None:
             x = embedding(batch.tokens, self.embed, self._first_row(EMBED), self.tp)  # [b, s] -> [b, s, d]
         assert x is not None, "only the first chunk starts from tokens"
         rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=self.config.rope_interleaved)
-        for block in self.layers:
+        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, rotary, batch.doc_starts, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rotary, batch.doc_starts)
+                x = block(x, rotary, batch.doc_starts, kept)
         if self.head is None or self.norm is None:
             return x, {}, {}
         x = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        if cache is not None:
+            (x,) = linear(x[:, -1:], [self.head], self.tp)  # [b, s, d] -> [b, 1, V/t]
+            return x, {}, {}
         if self.loss_chunk is None:
             (x,) = linear(x, [self.head], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, V/t]: the logits
             lm, squared_log_z = cross_entropy(x, batch.labels, self._first_row(head_name(self.config)), self.mesh)
@@ -165,8 +173,8 @@ class Block(nn.Module):
         self.mlp_norm = make(f"{name}.mlp_norm.weight")
         self.mlp = MLP(make, f"{name}.mlp", tp)
 
-    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None) -> Tensor:
-        x = x + self.attn(rms_norm(x, self.attn_norm, self.eps), rotary, doc_starts)
+    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        x = x + self.attn(rms_norm(x, self.attn_norm, self.eps), rotary, doc_starts, cache)
         return x + self.mlp(rms_norm(x, self.mlp_norm, self.eps))  # type: ignore[no-any-return]
 
 
@@ -183,13 +191,16 @@ class Attention(nn.Module):
         self.out = make(f"{name}.out.weight")
         self.out_biases = [make(f"{name}.out.bias")] if config.out_bias else []
 
-    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None, cache: LayerCache | None) -> Tensor:
         q, kv = linear(x, [self.q, self.kv], self.tp, enter=self.tp.enter, biases=self.qkv_biases)
         q = q.view(*q.shape[:2], -1, self.head_dim)  # [b, s, h/t·e] -> [b, s, h/t, e]
         k, v = kv.view(*kv.shape[:2], 2, -1, self.head_dim).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        attended = causal_attention(rotary(q), rotary(k), v, doc_starts)  # [b, s, h/t, e]
+        q, k = rotary(q), rotary(k)
+        if cache is not None:
+            k, v = cache.append(k, v)  # [b, s, kv/t, e] -> [b, n, kv/t, e], the earlier tokens' first
+        attended = causal_attention(q, k, v, doc_starts)  # [b, s, h/t, e]
         (y,) = linear(attended.flatten(2), [self.out], self.tp, exit=self.tp.exit, biases=self.out_biases)
         return y
 
