@@ -70,6 +70,8 @@ class Llama(nn.Module):
         """
         super().__init__()
         self.config, self.mesh, self.recompute, self.loss_chunk = config, mesh, recompute, loss_chunk
+        self.measure = False
+        """Whether forward's metrics tell how large activations are."""
         self.specs: dict[str, ParamSpec] = {}
         self.weights: dict[str, nn.Parameter] = {}
         self.weight_grads = WeightGrads()
@@ -115,18 +117,23 @@ class Llama(nn.Module):
         its logits [b, s, V/t] unless they were computed in chunks; the others return no losses.
         cache: one for each layer, to generate: the batch goes on from the tokens that it holds, and the last chunk
         returns the logits [b, 1, V/t] of its last token, and no losses.
+        metrics, while ``measure`` is set: Σ x² over this rank's tokens, of the embedding's and each layer's output.
         """
+        metrics: dict[str, Tensor] = {}
         if self.embed is not None:
             x = embedding(batch.tokens, self.embed, self._first_row(EMBED), self.tp)  # [b, s] -> [b, s, d]
+            metrics |= self._measured("embed", x)
         assert x is not None, "only the first chunk starts from tokens"
         rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=self.config.rope_interleaved)
-        for block, kept in zip(self.layers, cache or [None] * len(self.layers), strict=True):
+        caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
+        for block, kept in zip(self.layers, caches, strict=True):
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, rotary, batch.doc_starts, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rotary, batch.doc_starts, kept)
+            metrics |= self._measured(block.name, x)
         if self.head is None or self.norm is None:
-            return x, {}, {}
+            return x, {}, metrics
         x = rms_norm(x, self.norm, self.config.rms_norm_eps)
         if cache is not None:
             (x,) = linear(x[:, -1:], [self.head], self.tp)  # [b, s, d] -> [b, 1, V/t]
@@ -137,7 +144,14 @@ class Llama(nn.Module):
         else:
             lm, squared_log_z = self._chunked_loss(x, batch.labels, self.loss_chunk)
         z_loss = {"z": self.config.z_loss_coefficient * squared_log_z} if self.config.z_loss_enabled else {}
-        return x, {"lm": lm, **z_loss}, {}
+        return x, {"lm": lm, **z_loss}, metrics
+
+    def _measured(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        """{name: Σ x²} in float64 when activations are measured, else nothing."""
+        if not self.measure:
+            return {}
+        precision = torch.promote_types(x.dtype, torch.float32)
+        return {name: torch.linalg.vector_norm(x.detach(), dim=-1, dtype=precision).double().square().sum()}
 
     def _chunked_loss(self, x: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Loss sums of x [b, s, d] ([b, s/t, d]), whose logits exist for ``size`` tokens of a row at a time.
@@ -167,7 +181,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel) -> None:
         super().__init__()
-        self.eps = config.rms_norm_eps
+        self.name, self.eps = name, config.rms_norm_eps
         self.attn_norm = make(f"{name}.attn_norm.weight")
         self.attn = Attention(config, make, f"{name}.attn", tp)
         self.mlp_norm = make(f"{name}.mlp_norm.weight")
