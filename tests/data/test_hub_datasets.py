@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -130,6 +131,19 @@ def test_every_example_is_in_one_row_and_long_ones_are_cut(tokenizer):
         parts = [window.tokens[start:stop].tolist() for start, stop in itertools.pairwise(edges)]
         found += [part for part in parts if any(part)]
     assert found == examples
+
+
+def test_a_row_that_examples_fill_exactly_is_not_cut(tokenizer):
+    encode = load_tokenizer(tokenizer).encode
+    dataset = save({"prompt": ["say", "why"] * 3, "completion": [" hello", " there"] * 3})
+    exact = len(encode("say hello").ids) + len(encode("why there").ids) + 2
+    config = config_for(
+        tokenizer, {"hf_dataset_or_datasets": dataset, "sft_dataloader": True}, sequence_length=exact - 1
+    )
+    feed, _ = rows(config)
+    source = feed._stages[0].stage.sources[0]
+    assert len(source) == 3
+    assert [np.count_nonzero(source.window(index).tokens == 0) for index in range(3)] == [2] * 3  # the end tokens only
 
 
 def test_chat_messages_are_learned_where_the_assistant_speaks(tokenizer):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanotron.data.fingerprint import fingerprint_changes
+from nanotron.data.fingerprint import fingerprint_changes, fingerprint_files
 from nanotron.data.probe import model_vocab_size, probe_stages
 from nanotron.errors import ConfigError
 from tests.data.fixtures import make_config, random_documents, write_nanoset
@@ -93,6 +93,17 @@ def test_fingerprints_tell_which_file_changed_and_not_where_it_lies(tmp_path):
     assert "hash was" in line
     (line,) = fingerprint_changes(saved, fingerprints([str(tmp_path / "a"), str(tmp_path / "moved")]))
     assert line == "stage 'stable' had 1 sources and now has 2"
+
+
+@pytest.mark.parametrize(("place", "seen"), [(0, True), (2**20, False), (3 * 2**20 - 1, True)])
+def test_the_first_and_the_last_mebibyte_are_hashed_and_no_more_is_read(tmp_path, place, seen):
+    path = tmp_path / "tokens.ds"
+    path.write_bytes(bytes(3 * 2**20))
+    before = fingerprint_files([str(path)])
+    with path.open("r+b") as file:
+        file.seek(place)
+        file.write(b"x")
+    assert (fingerprint_files([str(path)]) != before) == seen
 
 
 def test_keys_that_a_data_set_cannot_honour_are_problems(nanoset, tmp_path):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanotron.data.documents import HubDataset, find_pieces, read_texts
+from nanotron.data.documents import HubDataset, Piece, find_pieces, read_texts
 from nanotron.data.nanoset import read_metadata
 from nanotron.data.nanoset_writer import metadata_text
 from nanotron.data.token_files import open_token_files
@@ -86,11 +86,15 @@ def test_every_format_gives_the_documents_in_order(tmp_path, tokenizer, kind):
 
 
 def test_pieces_of_a_file_read_each_line_once_wherever_they_are_cut(tmp_path):
-    path = write_input(tmp_path, "jsonl", TEXTS[:40])
+    path = write_input(tmp_path, "jsonl", TEXTS[:4])
+    size = os.path.getsize(path)
+    for cut in range(1, size):
+        pieces = [Piece("lines", path, 0, cut, cut), Piece("lines", path, cut, size, size - cut)]
+        assert [text for piece in pieces for text, _ in read_texts(piece, "text", HubDataset())] == TEXTS[:4]
     for piece_size in range(20, 400, 7):
         pieces = find_pieces([path], HubDataset(), piece_size=piece_size)
-        texts = [text for piece in pieces for text, _ in read_texts(piece, "text", HubDataset())]
-        assert texts == TEXTS[:40]
+        assert sum(piece.size for piece in pieces) == size
+        assert [text for piece in pieces for text, _ in read_texts(piece, "text", HubDataset())] == TEXTS[:4]
 
 
 def test_several_workers_write_the_same_bytes_as_one(tmp_path, tokenizer):
