@@ -198,7 +198,7 @@ def timeline(
     ] = None,
     transfer: Annotated[float, typer.Option(help="Time of one transfer between ranks, in the costs' unit.")] = 0.0,
     run: Annotated[
-        Path | None, typer.Option("--run", help="Folder of a run with a pipeline trace, to draw too.", show_default="")
+        Path | None, typer.Option("--run", help="Folder of a run with a pipeline trace, to draw too.", show_default=False)
     ] = None,
     step: Annotated[int | None, typer.Option(help="Traced step of that run.", show_default="its last")] = None,
     output: Annotated[
@@ -207,7 +207,7 @@ def timeline(
             "--output",
             "-o",
             help="File to write: .svg, .html, .json (Chrome trace) or .csv (the schedule). Repeatable.",
-            show_default="",
+            show_default=False,
         ),
     ] = [],  # noqa: B006
 ) -> None:
