@@ -100,10 +100,14 @@ class Mesh:
             rank = rank * size + coord
         return rank
 
+    def seen_by(self, rank: int) -> Mesh:
+        """The arithmetic of this mesh at another rank; it has no groups."""
+        axes: AxisSizes = {axis: {part: self._sizes[part] for part in parts} for axis, parts in self._parts.items()}
+        return Mesh(axes, rank)
+
     def _others(self) -> list[Mesh]:
         """This mesh as each rank sees it, in order of rank."""
-        axes: AxisSizes = {axis: {part: self._sizes[part] for part in parts} for axis, parts in self._parts.items()}
-        return [Mesh(axes, rank) for rank in range(self.world)]
+        return [self.seen_by(rank) for rank in range(self.world)]
 
     # ------------------------------------------------------------ process groups
 

@@ -7,7 +7,8 @@ feed ─► count targets ─► pipeline (F, B, W of all microbatches; full buc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.checkpoint.format import Piece
 from nanotron.comm import all_reduce, all_reduce_
+from nanotron.details import Details, details_of
 from nanotron.layout import layers_of_stages, parameter_specs, pipeline_schedule, tied_stages
 from nanotron.mesh import Mesh
 from nanotron.models.llama import Llama
@@ -42,6 +44,8 @@ class Outcome:
     """Some rank asked for a checkpoint of this step."""
     stop: bool
     """Some rank was told to stop after this step."""
+    details: dict[str, float] = field(default_factory=dict)
+    """What only measured steps tell, by column of the step's row."""
 
     @property
     def finite(self) -> bool:
@@ -58,6 +62,8 @@ class ControlWord:
         sums = [losses[name].double() if name in losses else zero for name in LOSSES]
         flags = torch.tensor([save, stop], dtype=torch.float64).to(squared_norm.device, non_blocking=True)
         self._word = torch.cat([torch.stack([squared_norm, *sums]), flags])
+        self.details: Details | None = None
+        """The step's further measurements; most steps have none."""
 
     def reduce(self, mesh: Mesh, num_targets: Tensor) -> None:
         """Add up all ranks' words; the losses become means over ``num_targets``."""
@@ -76,7 +82,8 @@ class ControlWord:
     def read(self) -> Outcome:
         """Wait for the word and read it on the host."""
         squared_norm, lm, z, save, stop = self._word.tolist()
-        return Outcome(lm, z, squared_norm**0.5 if squared_norm >= 0 else squared_norm, save > 0, stop > 0)
+        norm = squared_norm**0.5 if squared_norm >= 0 else squared_norm
+        return Outcome(lm, z, norm, save > 0, stop > 0, self.details.read() if self.details else {})
 
 
 class Training:
@@ -111,14 +118,21 @@ class Training:
         ``save`` and ``stop`` tell all ranks, through the control word, what this rank was asked for.
         """
         num_targets = self._count_targets(microbatches)
+        details = details_of(update, self._config, self._mesh, self.pipeline, self.chunks)
         self.buckets.wait_gather()
         self.buckets.start(len(microbatches), sequence_length=microbatches[0].tokens.shape[1])
-        losses = self.pipeline.run(microbatches, 1.0 / num_targets)
+        with details.watching(microbatches) if details else nullcontext():
+            losses = self.pipeline.run(microbatches, 1.0 / num_targets)
         self.buckets.finish()
         word = ControlWord(self.buckets.squared_norm(), self._counted(losses), save=save, stop=stop)
         word.reduce(self._mesh, num_targets)
+        if details:
+            details.before_update(self.optimizer)
         lr = learning_rate(self._config.optimizer.learning_rate_scheduler, update)
         self.optimizer.step(lr, word.grad_scale(self._config.optimizer.clip_grad), word.found_inf())
+        if details:
+            details.after_update()
+            word.details = details
         self.buckets.start_gather()
         return word
 

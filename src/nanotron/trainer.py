@@ -211,6 +211,7 @@ class Run:
         if self.config.model.model_config.z_loss_enabled:
             values["z_loss"] = outcome.z_loss
         self._clock = now
+        values |= outcome.details
         self.metrics.log(made.step, values)
         if not outcome.finite:
             policy = "stopping" if self.config.optimizer.on_nan == "stop" else "its update was left out"

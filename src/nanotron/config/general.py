@@ -154,14 +154,13 @@ class MetricsLoggingArgs:
 
     log_level: Int = key(
         0,
-        "0: the run's own numbers. 1: also norms of every layer.",
-        refused="norms of every layer are not measured; metrics.jsonl has the run's own numbers at level 0",
-        allowed=(0,),
+        "0: the run's own numbers. 1: also norms of every weight, gradient and activation, and update ratios.",
         ge=0,
         le=1,
     )
-    log_detail_interval: Int = key(
-        10, "Steps from one detailed measurement to the next.", notice="there are no detailed measurements", gt=0
+    log_detail_interval: Int = key(10, "Steps from one measurement of level 1 to the next.", gt=0)
+    straggler_interval: Int | None = key(
+        100, "Steps from one line about the slowest and the fullest rank to the next; null: no such lines.", gt=0
     )
 
 

@@ -254,7 +254,7 @@ class Buckets:
         total = torch.zeros((), dtype=torch.float64, device=self.all[0].grads.device)
         for bucket in self.all:
             if bucket.treatment.counted:
-                total += _squared_norm(bucket.grads[bucket.norm_shard])
+                total += squared_norm(bucket.grads[bucket.norm_shard])
         return total
 
     def start_gather(self) -> None:
@@ -283,7 +283,7 @@ def _take_autograd_grad(weight_grads: WeightGrads) -> Callable[[Tensor], None]:
     return take
 
 
-def _squared_norm(flat: Tensor) -> Tensor:
+def squared_norm(flat: Tensor) -> Tensor:
     """Σ g² in float64. Short rows in float32 first: one float32 sum of a whole bucket is wrong in the fifth digit."""
     precision = torch.promote_types(flat.dtype, torch.float32)
     whole = len(flat) // _NORM_ROW * _NORM_ROW

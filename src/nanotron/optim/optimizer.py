@@ -81,6 +81,14 @@ class Optimizer:
                 for spec, box, view in bucket.boxes(flat, bucket.shard):
                     yield StateEntry(kind, spec, box, view, bucket.treatment.counted)
 
+    def masters(self) -> Iterator[tuple[Bucket, Tensor]]:
+        """The weights in update precision that this rank's norms count: each bucket's ``norm_shard``."""
+        for shard in self._shards:
+            bucket = shard.bucket
+            if bucket.treatment.counted:
+                start = bucket.norm_shard.start - bucket.shard.start
+                yield bucket, shard.master[start : start + len(bucket.weights[bucket.norm_shard])]
+
     def _shard(self, bucket: Bucket) -> _Shard:
         weights = bucket.weights[bucket.shard]
         master = weights.to(torch.promote_types(weights.dtype, torch.float32))  # itself when the dtype is equal

@@ -67,6 +67,8 @@ class Pipeline:
         """What this rank is doing, for whoever reports a failure."""
         self.spans: list[Span] | None = None
         """Set it to a list, and every action of the following batches is noted there with its start and end."""
+        self.metrics: dict[str, Tensor] = {}
+        """Sums over the microbatches of what the chunks measured in the last ``run``."""
         self._programs: dict[tuple[int, bool], Program] = {}
 
     def run(self, batches: Sequence[Any], loss_scale: float | Tensor) -> dict[str, Tensor]:
@@ -74,7 +76,10 @@ class Pipeline:
 
         Returns the losses' sums (unscaled, detached) as far as this rank computes them.
         """
-        return _Run(self, batches, loss_scale).execute(self._program(len(batches), forward=False))
+        run = _Run(self, batches, loss_scale)
+        losses = run.execute(self._program(len(batches), forward=False))
+        self.metrics = run.metrics
+        return losses
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> dict[str, Tensor]:
@@ -118,6 +123,7 @@ class _Run:
         shape = (rows, tokens // pipeline.token_shards, pipeline.hidden_size)
         self.transport = Transport(pipeline.mesh, shape, pipeline.dtype, pipeline.device)
         self.losses: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}
         self.live: dict[tuple[int, int], _Live] = {}
         self.handed: dict[Message, Tensor] = {}  # computed here: to be sent, or the input of this rank's next chunk
         self.pending: deque[tuple[Action, Callable[[], None]]] = deque()  # jobs of W not done yet, oldest first
@@ -144,10 +150,11 @@ class _Run:
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()  # it belongs to no graph yet: each chunk's begins at its input
         with self._timed(action):
-            y, losses, _ = self.pipeline.chunks[action.chunk](x, self.batches[action.microbatch])
+            y, losses, metrics = self.pipeline.chunks[action.chunk](x, self.batches[action.microbatch])
             loss = torch.stack(list(losses.values())).sum() * self.loss_scale if losses else None
-        for name, value in losses.items():
-            self.losses[name] = self.losses[name] + value.detach() if name in self.losses else value.detach()
+        for sums, values in ((self.losses, losses), (self.metrics, metrics)):
+            for name, value in values.items():
+                sums[name] = sums[name] + value.detach() if name in sums else value.detach()
         message = output_of(self.schedule, self.rank, action)
         if message is not None:
             self.handed[message] = y.detach()

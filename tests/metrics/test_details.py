@@ -1,0 +1,125 @@
+"""Norms of every parameter, and who works longest: the same on every layout, and nothing in ordinary steps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nanotron.config import Config
+from nanotron.data.feed import Feed
+from nanotron.layout import mesh_axes, parameter_specs
+from nanotron.mesh import Mesh
+from nanotron.step import Outcome
+from tests.parity.cases import Case
+from tests.parity.run import config_of, prepare, to_walk
+from tests.parity.test_traffic import Collectives
+from tests.pool import Pool
+
+BASE = {"layers": 3, "family": "qwen2", "steps": 2}
+LAYOUTS = [
+    Case(dp=2, zero_stage=1, **BASE),
+    Case(tp=2, tp_mode="REDUCE_SCATTER", recompute_layer=True, **BASE),
+    Case(dp=2, tp=2, zero_stage=0, **BASE),
+    Case(dp=2, pp=2, micro_batch_size=1, schedule="1f1b", zero_stage=1, tied=True, **BASE),
+    Case(tp=4, dtype="float64", **BASE),
+]
+
+
+def measured(case: Case, **keys: Any) -> Config:
+    """The case's config; everything is measured in every second step unless ``keys`` say otherwise."""
+    config = config_of(case)
+    keys = {"log_level": 1, "log_detail_interval": 2, "straggler_interval": None} | keys
+    return replace(config, metrics_logging=replace(config.metrics_logging, **keys))
+
+
+def steps(rank: int, world: int, case: Case, keys: dict[str, Any], late: int | None = None) -> list[Any]:
+    """Each step's outcome and collectives on this rank; rank ``late`` sleeps in every forward."""
+    config = measured(case, **keys)
+    mesh = Mesh(mesh_axes(config), rank)
+    training = prepare(config, mesh)
+    if rank == late:
+        training.chunks[0].register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
+    feed = Feed(config, mesh, device=torch.device("cpu"))
+    told = []
+    for update in range(1, case.steps + 1):
+        batches = [to_walk(batch, case) for batch in feed.step(update).microbatches]
+        with Collectives() as collectives:
+            outcome = training.step(update, batches).read()
+        told.append((outcome, collectives.seen))
+    feed.close()
+    return told
+
+
+@pytest.fixture(scope="module")
+def one_device(pool: Pool) -> dict[Case, Outcome]:
+    """The second step's outcome on one device, by case."""
+    cases = {case.same_numbers() for case in LAYOUTS}
+    return {case: pool.run(1, steps, case, {})[0][1][0] for case in cases}
+
+
+@pytest.mark.parametrize("case", LAYOUTS, ids=str)
+def test_norms_are_those_of_one_device(pool: Pool, one_device: dict[Case, Outcome], case: Case) -> None:
+    expected = one_device[case.same_numbers()].details
+    ranks = pool.run(case.world, steps, case, {})
+    for (first, _), (second, _) in ranks:
+        assert first.details == {}
+        assert second.details.keys() == expected.keys()
+        for key, value in expected.items():
+            assert second.details[key] == pytest.approx(value, rel=1e-5 if case.dtype == "float32" else 1e-9), key
+
+
+def test_every_parameter_counts_once(one_device: dict[Case, Outcome]) -> None:
+    for case, outcome in one_device.items():
+        columns = outcome.details
+        grads = [value for key, value in columns.items() if key.startswith("grad_norm/")]
+        assert len(grads) == len(parameter_specs(config_of(case)))
+        assert sum(value**2 for value in grads) ** 0.5 == pytest.approx(outcome.grad_norm, rel=1e-6)
+
+
+def test_norms_and_ratios_are_those_of_the_tensors() -> None:
+    case = Case(layers=2, dtype="float64")
+    config = measured(case, log_detail_interval=1)
+    training = prepare(config, Mesh())
+    feed = Feed(config, Mesh(), device=torch.device("cpu"))
+    weights = training.chunks[0].weights
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    batches = [to_walk(batch, case) for batch in feed.step(1).microbatches]
+    outputs = []
+    training.chunks[0].layers[1].register_forward_hook(lambda block, inputs, output: outputs.append(output.detach()))
+    columns = training.step(1, batches).read().details
+    feed.close()
+    for name, weight in weights.items():
+        assert columns[f"weight_norm/{name}"] == pytest.approx(float(before[name].norm()), rel=1e-9)
+        ratio = float((weight.detach() - before[name]).norm() / before[name].norm())
+        assert columns[f"update_ratio/{name}"] == pytest.approx(ratio, rel=1e-9)
+    tokens = torch.cat([output.flatten(0, 1) for output in outputs])
+    assert columns["activation_norm/layers.1"] == pytest.approx(float(tokens.norm() / len(tokens) ** 0.5), rel=1e-9)
+
+
+def test_a_measured_step_makes_one_more_all_reduce_and_others_none(pool: Pool) -> None:
+    case = Case(dp=2, tp=2, layers=2, steps=2)
+    for told in pool.run(4, steps, case, {"straggler_interval": 2}):
+        (_, ordinary), (_, detailed) = told
+        assert detailed - ordinary == {("all-reduce", 4): 1}
+        assert ordinary[("all-reduce", 4)] == 1
+    for told in pool.run(4, steps, case, {"log_level": 0, "straggler_interval": None}):
+        (_, first), (_, second) = told
+        assert first == second
+
+
+@pytest.mark.parametrize("late", [1, 2])
+@pytest.mark.parametrize("layout", [{"dp": 3}, {"pp": 3}, {"tp": 4}], ids=str)
+def test_the_rank_that_works_longest_is_named(pool: Pool, layout: dict[str, int], late: int) -> None:
+    case = Case(layers=3, steps=2, **layout)
+    keys = {"log_level": 0, "straggler_interval": 2}
+    for (first, _), (second, _) in pool.run(case.world, steps, case, keys, late):
+        assert first.details == {}
+        assert second.details["slowest_rank"] == late
+        slept = 50 * case.accumulation
+        assert second.details["slowest_rank_ms"] >= slept
+        assert second.details["median_rank_ms"] < slept, "others only waited"
+        assert second.details["fullest_rank_gib"] > 0
