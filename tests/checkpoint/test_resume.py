@@ -18,6 +18,9 @@ from nanotron.checkpoint.resume import (
     newest_complete,
     read_state,
 )
+from nanotron.checkpoint.retention import read_index
+from nanotron.checkpoint.storage import open_folder
+from nanotron.checkpoint.verify import damaged_files
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError
 from nanotron.params import Box
@@ -148,6 +151,45 @@ def test_a_damaged_path_is_refused_with_the_step_before_it_as_offer(tmp_path: Pa
         assert str(file) in caught.value.problems[0]
         offer = f"the checkpoint is damaged; the complete checkpoint before it is {file.parents[1]}/2"
         assert caught.value.problems[-1].endswith(offer)
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "nanotron.checkpoint.storage.CHUNK_BYTES", 7
+    )  # boxes end and begin inside chunks, and span them
+    saver = Saver(str(tmp_path))
+    sizes = (1, 3, 16)
+    pieces = [Piece("weight", f"w{n}", (n,), Box((0,), (n,)), torch.randn(n)) for n in sizes]
+    saver.save(1, [*pieces, pieces[0]._replace(kind="exp_avg", tensor=torch.ones(1).bfloat16())], {"step": 1})
+    assert saver.wait(), saver.poll()
+    checkpoint = open_folder(str(tmp_path / "1"))
+    index = read_index(checkpoint)
+    assert damaged_files(checkpoint, index) == []
+    for name in ("state.json", "shard-00000-of-00001.safetensors"):
+        file = tmp_path / "1" / name
+        for position in range(file.stat().st_size):
+            flip(file, position)
+            damage = damaged_files(open_folder(str(tmp_path / "1")), index)
+            assert len(damage) == 1, (name, position)
+            assert str(file) in damage[0]
+            flip(file, position)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [('"offset": [2, 0]', '"offset": [1, 0]'), ('"weight/w"', '"weight/v"'), ('"shape": [4, 2]', '"shape": [5, 2]')],
+)
+def test_an_index_that_contradicts_itself_is_damage(tmp_path: Path, before: str, after: str) -> None:
+    saver = Saver(str(tmp_path))
+    halves = [Piece("weight", "w", (4, 2), Box((row, 0), (2, 2)), torch.ones(2, 2)) for row in (0, 2)]
+    saver.save(1, halves, {})
+    assert saver.wait(), saver.poll()
+    file = tmp_path / "1" / "index.json"
+    assert file.read_text().count(before) == 1
+    file.write_text(file.read_text().replace(before, after))
+    checkpoint = open_folder(str(tmp_path / "1"))
+    (line,) = damaged_files(checkpoint, read_index(checkpoint))
+    assert line.startswith(f"{file} is damaged: the boxes of weight/")
 
 
 def test_verification_can_be_switched_off(tmp_path: Path) -> None:

@@ -2,63 +2,94 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from nanotron import trainer
 from nanotron.checkpoint.resume import newest_complete
+from nanotron.checkpoint.storage import LocalFolder
+from nanotron.checkpoint.write import Saver
+from nanotron.config import get_config_from_dict
+from nanotron.data.prepare import prepare_data
+from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.launch import codes
 from tests.checkpoint.runs import different, metrics_of, run, save_again, tensors_of, values_of
 from tests.convert.models import save_hugging_face
 
 
-def nanoset(folder: Path) -> str:
+def stage(dataset: dict[str, Any] | None) -> dict[str, Any]:
+    return {"data_stages": [{"name": "only", "start_training_step": 1, "data": {"dataset": dataset, "seed": 5}}]}
+
+
+def dummy(folder: Path) -> dict[str, Any]:
+    return stage(None)
+
+
+def nanoset(folder: Path) -> dict[str, Any]:
     """A token file as datatrove writes it: 30,000 tokens below 67 in documents of 50."""
-    folder.mkdir()
-    tokens = np.random.default_rng(0).integers(0, 67, 30_000, dtype=np.uint16)
-    tokens.tofile(folder / "00000_unshuffled.ds")
-    np.arange(50, 30_001, 50, dtype=np.uint64).tofile(folder / "00000_unshuffled.ds.index")
-    (folder / "00000_unshuffled.ds.metadata").write_text("test|2\n30000\n30 kT")
-    return str(folder)
+    (folder / "data").mkdir(exist_ok=True)
+    name = folder / "data" / "00000_unshuffled.ds"
+    np.random.default_rng(0).integers(0, 67, 30_000, dtype=np.uint16).tofile(name)
+    np.arange(50, 30_001, 50, dtype=np.uint64).tofile(f"{name}.index")
+    Path(f"{name}.metadata").write_text("test|2\n30000\n30 kT")
+    return stage({"dataset_folder": str(folder / "data")})
+
+
+def hugging_face(folder: Path) -> dict[str, Any]:
+    """A saved data set of texts in the digits of numbers, and a tokenizer that knows little more than bytes."""
+    from datasets import Dataset
+
+    texts = [f"{number} and {number * number}" for number in range(400)]
+    if not (folder / "saved").exists():
+        Dataset.from_dict({"text": texts}).save_to_disk(str(folder / "saved"))
+        save_tokenizer(train_bpe(texts, 270), str(folder / "tokenizer"), eos=END_OF_TEXT)
+    tokenizer = {"tokenizer_name_or_path": str(folder / "tokenizer")}
+    shape = {**values_of(folder)["model"]["model_config"], "vocab_size": 270}
+    model = {"model": {"dtype": "float32", "model_config": shape}}
+    return {**stage({"hf_dataset_or_datasets": str(folder / "saved")}), **model, "tokenizer": tokenizer}
+
+
+DATA = {"dummy": dummy, "nanoset": nanoset, "hugging face": hugging_face}
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize("data", ["dummy", "nanoset"])
+@pytest.mark.parametrize("data", ["dummy", "nanoset", "hugging face"])
 def test_a_run_that_stopped_goes_on_bit_for_bit(pool, tmp_path: Path, layout, data: str) -> None:
     world = layout[0] * layout[1] * layout[2]
-    stages = [{"name": "only", "start_training_step": 1, "data": {"dataset": None, "seed": 5}}]
-    if data == "nanoset":
-        stages[0]["data"] = {"dataset": {"dataset_folder": nanoset(tmp_path / "data")}, "seed": 5}
     straight, stopped = (values_of(tmp_path / name, layout) for name in ("straight", "stopped"))
     for values in (straight, stopped):
-        values["data_stages"] = stages
-    assert pool.run(world, run, straight) == [codes.DONE] * world
-    # the learning rate's plan is the whole run's, so the first half is a run that is told where to stop by its data
-    pool.run(world, run_until, {**stopped}, 4)
+        values |= DATA[data](tmp_path)
+    assert pool.run(world, run_in, str(tmp_path), straight) == [codes.DONE] * world
+    assert pool.run(world, run_in, str(tmp_path), stopped, 4) == [codes.PREEMPTED] * world
     assert newest_complete(str(tmp_path / "stopped")) == f"{tmp_path}/stopped/4"
-    assert pool.run(world, run, stopped) == [codes.DONE] * world
+    assert pool.run(world, run_in, str(tmp_path), stopped) == [codes.DONE] * world
     assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "straight")
     assert different(tmp_path / "stopped" / "8", tmp_path / "straight" / "8") == []
 
 
-def run_until(rank: int, world: int, values, step: int) -> int:
-    """A run that a signal stops at ``step``."""
-    from nanotron import trainer
+def run_in(rank: int, world: int, folder: str, values: dict[str, Any], stop_at: int | None = None) -> int:
+    """Run with ``folder`` as the working directory, its data prepared; a signal stops the run at a step."""
+    made, before = trainer.Run._make, os.getcwd()
 
-    made = trainer.Run._make
-
-    def make(self: trainer.Run, data: object) -> None:
-        self.told_to_stop = self.step + 1 == step
+    def make(self: trainer.Run, data: Any) -> None:
+        self.told_to_stop = self.step + 1 == stop_at
         made(self, data)
 
     trainer.Run._make = make
+    os.chdir(folder)
     try:
+        prepare_data(get_config_from_dict(values))
         return run(rank, world, values)
     finally:
         trainer.Run._make = made
+        os.chdir(before)
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +156,85 @@ def test_a_run_starts_from_a_hugging_face_model(pool, tmp_path: Path, layout) ->
     assert torch.equal(torch.from_numpy(tensors["weight/embed.weight"]), weights["model.embed_tokens.weight"])
     fused = torch.from_numpy(tensors["weight/layers.2.mlp.gate_up.weight"][1])
     assert torch.equal(fused, weights["model.layers.2.mlp.up_proj.weight"])
+
+
+def test_without_load_optimizer_the_weights_stay_and_the_moments_start_afresh(pool, tmp_path: Path) -> None:
+    assert pool.run(1, run, values_of(tmp_path, model__dtype="bfloat16", tokens__train_steps=4)) == [codes.DONE]
+    values = values_of(tmp_path, model__dtype="bfloat16", checkpoints__checkpoint_interval=5)
+    values["checkpoints"]["load_optimizer"] = False
+    values["tokens"]["train_steps"] = 5
+    assert pool.run(1, run, values) == [codes.DONE]
+    first, second = tensors_of(tmp_path / "4"), tensors_of(tmp_path / "5")
+    assert hold_one_gradient(second)
+    assert not hold_one_gradient(first)
+    moved = np.abs(second["master/head.weight"] - first["master/head.weight"])
+    assert 0 < moved.max() < 0.02
+
+
+def hold_one_gradient(tensors: dict[str, np.ndarray[Any, Any]]) -> bool:
+    """Whether the moments are those of a single update: (1 - beta1)·g and (1 - beta2)·g² of one g."""
+    gradient = tensors["exp_avg/head.weight"] / (1 - 0.9)
+    return np.allclose(tensors["exp_avg_sq/head.weight"], (1 - 0.95) * gradient**2, rtol=1e-4, atol=0)
+
+
+def test_without_load_lr_scheduler_the_run_begins_at_its_first_step(pool, tmp_path: Path) -> None:
+    assert pool.run(1, run, values_of(tmp_path / "old", tokens__train_steps=4)) == [codes.DONE]
+    values = values_of(tmp_path / "new", tokens__train_steps=2)
+    values["checkpoints"] |= {"resume_checkpoint_path": str(tmp_path / "old"), "load_lr_scheduler": False}
+    assert pool.run(1, run, values) == [codes.DONE]
+    assert [line["step"] for line in metrics_of(tmp_path / "new")] == [1, 2]
+
+
+def run_with_a_full_disk(rank: int, world: int, values: dict[str, Any]) -> int:
+    """A run whose disk has no room for step 4."""
+    plain = LocalFolder._write
+
+    def write(self: LocalFolder, file: int, view: memoryview) -> int:
+        if "/4/" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(self, file, view)
+
+    LocalFolder._write = write
+    try:
+        return run(rank, world, values)
+    finally:
+        LocalFolder._write = plain
+
+
+def test_training_goes_on_through_a_full_disk_and_the_next_save_is_complete(pool, tmp_path: Path) -> None:
+    values = values_of(tmp_path, (2, 1, 1), checkpoints__checkpoint_interval=2, tokens__train_steps=6)
+    assert pool.run(2, run_with_a_full_disk, values) == [codes.DONE] * 2
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [step for step in (2, 4, 6) if (tmp_path / str(step) / "index.json").exists()] == [2, 6]
+    assert list((tmp_path / "4").iterdir()) == []
+
+
+def count_saves(rank: int, world: int, values: dict[str, Any]) -> list[int]:
+    steps: list[int] = []
+    plain = Saver.save
+
+    def save(self: Saver, step: int, *arguments: Any) -> None:
+        steps.append(step)
+        plain(self, step, *arguments)
+
+    Saver.save = save
+    try:
+        run(rank, world, values)
+    finally:
+        Saver.save = plain
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({}, [2, 4, 5]),
+        ({"checkpoint_interval": 5}, [5]),
+        ({"save_initial_state": True}, [0, 2, 4, 5]),
+        ({"save_final_state": False}, [2, 4]),
+    ],
+)
+def test_each_step_that_is_due_is_saved_once(pool, tmp_path: Path, changes: dict[str, Any], steps: list[int]) -> None:
+    values = values_of(tmp_path, tokens__train_steps=5)
+    values["checkpoints"] |= {"checkpoint_interval": 2, **changes}
+    assert pool.run(1, count_saves, values) == [steps]

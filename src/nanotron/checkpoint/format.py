@@ -81,6 +81,7 @@ class Index:
     tensors: dict[str, StoredTensor]
 
     def to_json(self) -> str:
+        """The text of the file, a tensor a line."""
         tensors = {
             key: {
                 "shape": tensor.shape,
@@ -93,8 +94,9 @@ class Index:
             for key, tensor in self.tensors.items()
         }
         files = {name: {k: v for k, v in file._asdict().items() if v is not None} for name, file in self.files.items()}
-        whole = {"format": FORMAT, "version": VERSION, "step": self.step, "files": files, "tensors": tensors}
-        return json.dumps(whole, indent=1) + "\n"
+        facts = {"format": FORMAT, "version": VERSION, "step": self.step, "files": files}
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(tensor)}" for key, tensor in tensors.items())
+        return f'{json.dumps(facts)[:-1]},\n"tensors": {{\n{lines}\n}}}}\n'
 
     @staticmethod
     def from_json(text: str) -> Index:
@@ -127,9 +129,9 @@ def shard_name(rank: int, world: int) -> str:
     return f"shard-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def box_key(kind: str, name: str, box: Box) -> str:
-    """The key of a box in its file: ``weight/layers.0.attn.kv.weight@0,64,0``."""
-    return f"{kind}/{name}@{','.join(str(offset) for offset in box.offset)}"
+def key_of(tensor: str, box: Box) -> str:
+    """The key in its file of a box of ``<kind>/<global name>``: ``weight/layers.0.attn.kv.weight@0,64,0``."""
+    return f"{tensor}@{','.join(str(offset) for offset in box.offset)}"
 
 
 class Entry(NamedTuple):

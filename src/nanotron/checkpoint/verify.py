@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import xxhash
 
-from nanotron.checkpoint.format import INDEX, Damaged, Index, StoredBox
+from nanotron.checkpoint.format import INDEX, Damaged, Index, key_of, missing_elements
 from nanotron.checkpoint.storage import Folder, read_header
+
+
+class Expected(NamedTuple):
+    """What an index says of one box in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3: str
 
 
 def damaged_files(checkpoint: Folder, index: Index, rank: int = 0, world: int = 1) -> list[str]:
@@ -13,38 +23,40 @@ def damaged_files(checkpoint: Folder, index: Index, rank: int = 0, world: int = 
 
     Each file is read once, from start to end.
     """
-    boxes: dict[str, list[StoredBox]] = {name: [] for name in index.files}
-    for tensor in index.tensors.values():
+    expected: dict[str, dict[str, Expected]] = {name: {} for name in index.files}
+    for name, tensor in index.tensors.items():
+        if missing_elements(tensor) or any(stored.key != key_of(name, stored.box) for stored in tensor.boxes):
+            return [f"{checkpoint.path}/{INDEX} is damaged: the boxes of {name} contradict it"]
         for stored in tensor.boxes:
-            boxes.setdefault(stored.file, []).append(stored)
+            entry = Expected(tensor.dtype, stored.box.shape, stored.xxh3)
+            expected.setdefault(stored.file, {})[stored.key] = entry
     problems = []
-    for name in sorted(boxes)[rank::world]:
+    for name in sorted(expected)[rank::world]:
         try:
             if name not in index.files:
                 raise Damaged(f"{checkpoint.path}/{INDEX} lists boxes of {name}, but not that file")
-            _check_file(checkpoint, name, index, boxes[name])
+            _check_file(checkpoint, name, index, expected[name])
         except Damaged as error:
             problems.append(str(error))
     return problems
 
 
-def _check_file(checkpoint: Folder, name: str, index: Index, boxes: list[StoredBox]) -> None:
-    expected = index.files[name]
+def _check_file(checkpoint: Folder, name: str, index: Index, boxes: dict[str, Expected]) -> None:
+    whole = index.files[name]
     path = f"{checkpoint.path}/{name}"
     try:
         size = checkpoint.size(name)
-        if size != expected.size:
-            raise Damaged(f"{path} has {size} bytes, not {expected.size}")
-        if expected.xxh3 is not None:
-            if _digests(checkpoint, name, [(0, size)]) != [expected.xxh3]:
+        if size != whole.size:
+            raise Damaged(f"{path} has {size} bytes, not {whole.size}")
+        if whole.xxh3 is not None:
+            if _digests(checkpoint, name, [(0, size)]) != [whole.xxh3]:
                 raise Damaged(f"{path} is damaged: its checksum differs")
             return
         entries = read_header(checkpoint, name)[0]
-        if {stored.key: stored.box.shape for stored in boxes} != {key: entry.shape for key, entry in entries.items()}:
+        if {key: entry[:2] for key, entry in boxes.items()} != {key: entry[:2] for key, entry in entries.items()}:
             raise Damaged(f"{path} is damaged: its header does not list what the index does")
-        wanted = {stored.key: stored.xxh3 for stored in boxes}
         found = _digests(checkpoint, name, [(entry.start, entry.stop) for entry in entries.values()])
-        wrong = [key for key, digest in zip(entries, found, strict=True) if digest != wanted[key]]
+        wrong = [key for key, digest in zip(entries, found, strict=True) if digest != boxes[key].xxh3]
         if wrong:
             raise Damaged(f"{path} is damaged: the checksum of {wrong[0]} differs")
     except FileNotFoundError as error:

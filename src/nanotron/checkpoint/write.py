@@ -27,8 +27,8 @@ from nanotron.checkpoint.format import (
     LATEST,
     STATE,
     Piece,
-    box_key,
     header_bytes,
+    key_of,
     shard_name,
 )
 from nanotron.checkpoint.retention import delete_old_steps, delete_step
@@ -194,7 +194,10 @@ class Saver:
         parts = list(self._snapshot.parts())
         if not parts:
             return {"file": None, "boxes": boxes}
-        tensors = {key_of(piece): (DTYPE_NAMES[piece.tensor.dtype], piece.box.shape) for piece, _ in parts}
+        tensors = {
+            key_of(tensor_of(piece), piece.box): (DTYPE_NAMES[piece.tensor.dtype], piece.box.shape)
+            for piece, _ in parts
+        }
         assert len(tensors) == len(parts), "two pieces of this rank are the same box"
         header = header_bytes(tensors)
 
@@ -207,11 +210,11 @@ class Saver:
                     yield data[start : start + CHUNK_BYTES]
                 boxes.append(
                     {
-                        "tensor": f"{piece.kind}/{piece.name}",
+                        "tensor": tensor_of(piece),
                         "shape": piece.shape,
                         "dtype": DTYPE_NAMES[piece.tensor.dtype],
                         "box": piece.box,
-                        "key": key_of(piece),
+                        "key": key_of(tensor_of(piece), piece.box),
                         "xxh3": digest.hexdigest(),
                     }
                 )
@@ -236,6 +239,6 @@ class Saver:
         delete_old_steps(place, step, *self._keep)
 
 
-def key_of(piece: Piece) -> str:
-    """The key of a piece in its file."""
-    return box_key(piece.kind, piece.name, piece.box)
+def tensor_of(piece: Piece) -> str:
+    """The tensor of the index that a piece is a part of."""
+    return f"{piece.kind}/{piece.name}"

@@ -20,7 +20,7 @@ from nanotron.checkpoint.verify import damaged_files
 from nanotron.convert.importing import DTYPE_NAMES, read_model_config
 from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import OURS, half_split, kind_of
-from nanotron.convert.tokenizer import copy_tokenizer
+from nanotron.convert.tokenizer import copy_tokenizer, read_tokenizer
 from nanotron.errors import ConfigError
 from nanotron.models.hf import hf_config
 from nanotron.models.parts import Part, hugging_face_parts
@@ -55,8 +55,16 @@ def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_sha
     _write_weights(out, planned, max_shard_bytes)
     out.write("config.json", [(json.dumps(theirs, indent=2) + "\n").encode()])
     if _write_tokenizer(open_folder(found.path), out):
+        _write_generation_config(out)
         return []
     return [f"no tokenizer was found in {found.path}, its parent, or its config.yaml: {target} has none"]
+
+
+def _write_generation_config(out: Folder) -> None:
+    """Let transformers end a text at the tokenizer's own end token, as ``nanotron generate`` does."""
+    found = read_tokenizer(out)
+    if found is not None and found.end is not None:
+        out.write("generation_config.json", [(json.dumps({"eos_token_id": found.end}, indent=2) + "\n").encode()])
 
 
 def _verified(path: str) -> CheckpointTensors:

@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from nanotron.checkpoint.commit import write_index
-from nanotron.checkpoint.format import STATE, box_key, shard_name
+from nanotron.checkpoint.format import STATE, key_of, shard_name
 from nanotron.checkpoint.read import DTYPES, Tensors
 from nanotron.checkpoint.retention import delete_step
 from nanotron.checkpoint.storage import open_folder, read_text
@@ -74,7 +74,7 @@ def _plan(spec: ParamSpec, tensors: Tensors) -> Planned:
         tensors.read_into(target, "weight", spec.name, whole)
         return target
 
-    return Planned(box_key("weight", spec.name, whole), DTYPE_NAMES[dtype], spec.shape, make)
+    return Planned(key_of(f"weight/{spec.name}", whole), DTYPE_NAMES[dtype], spec.shape, make)
 
 
 def _entry(planned: Planned, digest: str) -> dict[str, Any]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, NamedTuple
 
-from nanotron.checkpoint.storage import Folder
+from nanotron.checkpoint.storage import Folder, read_text
+from nanotron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FILES = (
     "tokenizer.json",
@@ -31,3 +36,28 @@ def copy_tokenizer(source: Folder, target: Folder) -> list[str]:
         content = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}, indent=1) + "\n"
         target.write("tokenizer_config.json", [content.encode()])
     return copied
+
+
+class FoundTokenizer(NamedTuple):
+    """A tokenizer, and the id of the token that it says ends a text."""
+
+    tokenizer: Tokenizer
+    end: int | None
+
+
+def read_tokenizer(folder: Folder) -> FoundTokenizer | None:
+    """The tokenizer of a folder's tokenizer.json, if it has one; raises ConfigError when that is none."""
+    from tokenizers import Tokenizer
+
+    names = folder.names()
+    if "tokenizer.json" not in names:
+        return None
+    try:
+        tokenizer = Tokenizer.from_str(read_text(folder, "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception for what it cannot parse
+        raise ConfigError(f"{folder.path}/tokenizer.json is not a tokenizer: {error}") from None
+    if "tokenizer_config.json" not in names:
+        return FoundTokenizer(tokenizer, None)
+    end = json.loads(read_text(folder, "tokenizer_config.json")).get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end
+    return FoundTokenizer(tokenizer, None if end is None else tokenizer.token_to_id(end))
