@@ -170,6 +170,12 @@ def test_the_next_step_is_loaded_ahead_and_a_jump_is_still_right(nanoset):
     other.close()
 
 
+@pytest.mark.parametrize("workers", [0, 3])
+def test_rows_do_not_depend_on_the_number_of_loading_threads(nanoset, workers):
+    reference, _ = global_rows([stage(str(nanoset))], 5)
+    assert global_rows([stage(str(nanoset), num_loading_workers=workers)], 5)[0] == reference
+
+
 def test_a_new_epoch_is_logged(tmp_path, caplog):
     write_nanoset(tmp_path / "a", [list(range(8 * 4 + 1))])
     with caplog.at_level("INFO", logger="nanotron"):

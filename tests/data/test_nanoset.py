@@ -166,7 +166,7 @@ def resident():
 before = resident()
 source = TokenWindows("sparse", open_token_files(sys.argv[1]), 2048, vocab_size=257)
 stage = Stage("s", [source], seed=1)
-for first in range(0, 64, 8):
+for first in range(0, 8192, 8):  # 64 MiB of pages
     stage.rows(first, 8)
 print(len(source), resident() - before)
 """

@@ -87,10 +87,14 @@ class MappedTokens:
         """The tokens [start, stop), asked from the disk as one request."""
         assert 0 <= start < stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens} in {self.path}"
         first_byte, last_byte = self.byte_offset(start), self.byte_offset(stop)
+        page = first_byte - first_byte % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
-            page = first_byte - first_byte % mmap.PAGESIZE
             self._mapped.madvise(mmap.MADV_WILLNEED, page, last_byte - page)
-        return np.frombuffer(self._mapped, self.dtype, stop - start, first_byte).astype(np.int64)
+        tokens = np.frombuffer(self._mapped, self.dtype, stop - start, first_byte).astype(np.int64)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            # Leaves the page cache as it is and takes the pages off this process, which would grow with every step.
+            self._mapped.madvise(mmap.MADV_DONTNEED, page, last_byte - page)
+        return tokens
 
     def targets(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """None: every token may be a target."""
