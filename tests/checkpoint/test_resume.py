@@ -120,12 +120,14 @@ def test_latest_txt_is_only_advice(tmp_path: Path) -> None:
 def damage_each_way(path: Path) -> dict[str, Path]:
     """Ways to damage step 3 of copies of one folder, and the file that each must name."""
     ways = {}
-    for way in ("data", "header", "truncated", "missing", "state"):
+    for way in ("data", "header", "truncated", "longer", "missing", "state"):
         folder = path / way
         save_steps(folder, 1, 2, 3)
         target = folder / "3" / "state.json" if way == "state" else shard(folder, 3)
         if way == "truncated":
             target.write_bytes(target.read_bytes()[:-1])
+        elif way == "longer":
+            target.write_bytes(target.read_bytes() + b"x")
         elif way == "missing":
             target.unlink()
         else:
