@@ -13,7 +13,8 @@ from nanotron.mesh import Mesh
 from nanotron.metrics.devices import find_device
 from nanotron.metrics.flops import flops_per_step
 from nanotron.metrics.memory import memory_gib
-from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases
+from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases, read_rows
+from nanotron.metrics.spikes import LossSpikes
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,10 @@ class Metrics:
         self._recent_seconds: deque[float] = deque(maxlen=20)
         self._peak_flops = _peak_flops(device, str(config.model.dtype))
         self._sinks = _open_sinks(config, run_dir, start_step) if mesh.rank == 0 else []
+        self._spikes = LossSpikes()
+        if mesh.rank == 0:
+            for row in read_rows(run_dir / "metrics.jsonl"):  # a resumed run warns as one that never stopped
+                self._spikes.add(row["step"], row["lm_loss"], row.get("stage", ""))
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
         """Record one step everywhere; the console shows every ``logging.iteration_step_info_interval``-th."""
@@ -55,6 +60,11 @@ class Metrics:
         if step in (self._first_step, last_step) or step % self._config.logging.iteration_step_info_interval == 0:
             eta = (last_step - step) * median(self._recent_seconds)
             logger.info(step_line(row, train_steps=last_step, batch_tokens=int(values["num_tokens"]), eta=eta))
+        if "slowest_rank" in row:
+            logger.info(work_line(row, self._mesh))
+        spike = self._spikes.add(step, float(row["lm_loss"]), str(row["stage"]))
+        if spike is not None:
+            logger.warning(str(spike))
 
     def close(self) -> None:
         """Flush and close every sink."""
@@ -100,6 +110,24 @@ def step_line(row: Mapping[str, Any], *, train_steps: int, batch_tokens: int, et
     parts["memory_gib"] = human_format(row["memory_gib"])
     parts["eta"] = human_duration(eta)
     return " | ".join(f"{key}: {value}" for key, value in parts.items())
+
+
+def work_line(row: Mapping[str, Any], mesh: Mesh) -> str:
+    """The console's line about the rank that worked longest in a step, and the one that holds the most memory."""
+    slowest, fullest = int(row["slowest_rank"]), int(row["fullest_rank"])
+    busy, usual = row["slowest_rank_ms"], row["median_rank_ms"]
+    share = busy / row["time_per_iteration_ms"]
+    times = f", {busy / usual:.2f} times the median rank" if usual > 0 else ""
+    return (
+        f"step {row['step']}: rank {slowest}{_coordinates(mesh.seen_by(slowest))} worked longest, "
+        f"{human_format(busy)} ms, {share:.0%} of the step{times}; "
+        f"rank {fullest}{_coordinates(mesh.seen_by(fullest))} holds most, {human_format(row['fullest_rank_gib'])} GiB"
+    )
+
+
+def _coordinates(mesh: Mesh) -> str:
+    shown = [f"{axis} {mesh.coord(axis)}" for axis in ("pp", "dp", "tp") if mesh.size(axis) > 1]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -39,7 +39,7 @@ class JsonLines:
 
     def write(self, step: int, row: Row) -> None:
         finite = {key: value if _is_finite(value) else None for key, value in row.items()}
-        self._file.write(json.dumps(finite) + "\n")
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
         self._file.flush()  # a killed process keeps what was flushed
 
     def close(self) -> None:
