@@ -234,7 +234,7 @@ class _CrossEntropy(Function):
         return grad.to(ctx.dtype).view(ctx.shape), None, None, None
 
 
-# --------------------------------------------------------- norm, rotary, attention
+# -------------------------------------------------------------------- norm, rotary
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -258,48 +258,3 @@ class Rotary:
         one, two = (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
         rotated = one * self.cos - two * self.sin, two * self.cos + one * self.sin
         return torch.stack(rotated, dim=-1).flatten(-2) if self.interleaved else torch.cat(rotated, dim=-1)
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None) -> Tensor:
-    """Scaled dot-product attention of each token to itself and the earlier tokens of its document.
-
-    q [b, s, h, e]; k, v [b, s, kv, e], h a multiple of kv; doc_starts [b, s] or None (each row is one document).
-    In generation k and v [b, n, kv, e] begin with n − s tokens of earlier calls. Returns [b, s, h, e].
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
-    grouped = q.shape[1] != k.shape[1]
-    if k.shape[2] > q.shape[2]:
-        mask = _mask_with_earlier(q, k, doc_starts)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
-    if doc_starts is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-    if q.device.type == "cpu":  # reading the boundaries costs nothing here, and saves the s × s mask
-        return torch.stack([_attend_documents(*row, doc_starts[i]) for i, row in enumerate(zip(q, k, v, strict=True))])
-    mask = _document_mask(doc_starts)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
-
-
-def _document_mask(doc_starts: Tensor, earlier: int = 0) -> Tensor:
-    """Which keys each query sees, its own document up to itself: doc_starts [b, s] -> [b, 1, s, earlier + s]."""
-    index = torch.arange(earlier + doc_starts.shape[1], device=doc_starts.device)
-    return (index[earlier:, None] >= index) & (index >= doc_starts[:, None, :, None])
-
-
-def _mask_with_earlier(q: Tensor, k: Tensor, doc_starts: Tensor | None) -> Tensor | None:
-    """The mask for keys [b, kv, n, e] that begin before the queries [b, h, s, e]; None where all see all."""
-    if doc_starts is None:
-        if q.shape[2] == 1:
-            return None
-        doc_starts = torch.zeros(q.shape[0], q.shape[2], dtype=torch.int64, device=q.device)
-    return _document_mask(doc_starts, k.shape[2] - q.shape[2])
-
-
-def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor) -> Tensor:
-    """Attention document by document in one row: q [h, s, e], k and v [kv, s, e], doc_starts [s] -> [s, h, e]."""
-    starts = torch.unique_consecutive(doc_starts).tolist()
-    grouped = q.shape[0] != k.shape[0]
-    documents = []
-    for lo, hi in zip(starts, [*starts[1:], q.shape[1]], strict=True):
-        part = (q[None, :, lo:hi], k[None, :, lo:hi], v[None, :, lo:hi])
-        documents.append(F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)[0])
-    return torch.cat(documents, dim=1).transpose(0, 1)  # [h, s, e] -> [s, h, e]

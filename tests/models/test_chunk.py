@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanotron.attention import causal_attention, document_mask
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.comm import all_reduce
-from nanotron.layers import _document_mask, causal_attention
 from nanotron.mesh import Mesh, training_axes
 from nanotron.models.llama import Llama
 from nanotron.models.specs import llama_specs
@@ -238,7 +238,7 @@ def test_the_document_mask_of_devices_equals_attention_document_by_document() ->
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 10, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     doc_starts = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 8, 8]])
-    mask = _document_mask(doc_starts)
+    mask = document_mask(doc_starts)
     q4, k4, v4 = (x.transpose(1, 2) for x in (q, k, v))
     masked = torch.nn.functional.scaled_dot_product_attention(q4, k4, v4, attn_mask=mask, enable_gqa=True)
     torch.testing.assert_close(masked.transpose(1, 2), causal_attention(q, k, v, doc_starts))

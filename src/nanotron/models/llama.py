@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nanotron.attention import causal_attention
 from nanotron.batch import Batch
 from nanotron.comm import copy_to, gather
 from nanotron.layers import (
     Rotary,
     TensorParallel,
-    causal_attention,
     cross_entropy,
     embedding,
     linear,

@@ -1,0 +1,73 @@
+"""Attention by blocks of plain products against torch's own, and what it keeps for backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanotron.attention import causal_attention
+
+
+def inputs(rows: int, length: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(rows, length, count, 16) for count in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def value_and_grads(function, q, k, v, grad):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves)
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
+)
+def test_attention_and_its_gradients_equal_torchs(length, heads, kv_heads, dtype, tolerance):
+    q, k, v, grad = inputs(2, length, heads, kv_heads, dtype)
+    found = value_and_grads(lambda *x: causal_attention(*x, None), q, k, v, grad)
+    expected = value_and_grads(reference, q, k, v, grad)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype
+        scale = max(1.0, float(theirs.abs().max()))
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance * scale)
+
+
+def test_long_half_precision_sequences_take_the_same_way():
+    q, k, v, grad = inputs(1, 1100, 2, 1, torch.bfloat16)
+    found = value_and_grads(lambda *x: causal_attention(*x, None), q, k, v, grad)
+    for ours, theirs in zip(found, value_and_grads(reference, q, k, v, grad), strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=2e-2 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("length", [96, 192])
+def test_nothing_is_kept_for_backward_that_grows_with_the_square_of_the_length(length):
+    q, k, v, _ = inputs(1, length, 4, 2, torch.float32)
+    kept: list[int] = []
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        causal_attention(q.requires_grad_(), k, v, None)
+    assert sum(kept) == length * 16 * (4 + 2 + 2)
+
+
+def test_documents_of_a_row_do_not_see_each_other():
+    q, k, v, _ = inputs(1, 100, 4, 2, torch.float64)
+    starts = torch.cat([torch.zeros(30), torch.full((45,), 30), torch.full((25,), 75)]).long()[None]
+    together = causal_attention(q, k, v, starts)
+    for lo, hi in [(0, 30), (30, 75), (75, 100)]:
+        alone = causal_attention(q[:, lo:hi], k[:, lo:hi], v[:, lo:hi], None)
+        torch.testing.assert_close(together[:, lo:hi], alone, rtol=0, atol=1e-13)
