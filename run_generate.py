@@ -1,8 +1,8 @@
-"""Generate text from a checkpoint: ``python run_generate.py --ckpt-path DIR --prompt "…"``."""
+"""Generate text from a checkpoint: ``torchrun --nproc_per_node=4 run_generate.py --ckpt-path DIR --tp 2 --pp 2``."""
 
 import sys
 
-from nanotron.generate import run_generate
+from nanotron.generate.command import run_generate
 
 if __name__ == "__main__":
     sys.exit(run_generate())

@@ -198,7 +198,8 @@ def timeline(
     ] = None,
     transfer: Annotated[float, typer.Option(help="Time of one transfer between ranks, in the costs' unit.")] = 0.0,
     run: Annotated[
-        Path | None, typer.Option("--run", help="Folder of a run with a pipeline trace, to draw too.", show_default=False)
+        Path | None,
+        typer.Option("--run", help="Folder of a run with a pipeline trace, to draw too.", show_default=False),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Traced step of that run.", show_default="its last")] = None,
     output: Annotated[
@@ -275,19 +276,34 @@ def tokenize(
 
 @app.command()
 def generate(
-    checkpoint: Annotated[str, typer.Argument(help="A step's folder, or the folder of the steps.", show_default=False)],
-    prompt: Annotated[list[str], typer.Option("--prompt", help="Text to go on from. Repeatable.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(help="Longest continuation.", min=0)] = 128,
+    checkpoint: Annotated[
+        str, typer.Argument(help="A step, a folder of steps, or a Hugging Face model folder.", show_default=False)
+    ],
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", help="Text to go on from. Repeatable.", show_default=False)
+    ] = [],  # noqa: B006
+    batch_file: Annotated[
+        str | None,
+        typer.Option(help='More prompts, one per line; .jsonl: strings or {"prompt": …}.', show_default=False),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest continuation.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Choose among this many most likely tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest tokens of this total mass.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the choices.")] = 42,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Ranks that share every matrix.")] = 1,
+    pp: Annotated[int, typer.Option("--pp", min=1, help="Stages that share the layers.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts that go through the model together.")] = 16,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")] = False,
 ) -> None:
-    """Write the text that a checkpoint's model goes on with."""
-    from nanotron.generate import Sampling
-    from nanotron.generate import generate as run
+    """Write the text that a model goes on with; it may have been trained on any layout."""
+    from nanotron.generate.command import Request
+    from nanotron.generate.command import generate as run
 
-    raise typer.Exit(run(checkpoint, prompt, max_new_tokens, Sampling(temperature, top_k, top_p, seed)))
+    request = Request(
+        checkpoint, tuple(prompt), batch_file, max_new_tokens, temperature, top_k, top_p, seed, tp, pp, batch_size, json
+    )
+    raise typer.Exit(run(request))
 
 
 @app.command()

@@ -125,7 +125,7 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
         code = codes.PREEMPTED_UNSAVED
     except Exception as error:
         code = _record_failure(failure_of(error, place.rank), run_dir, peers)
-    _leave(code, place)
+    leave(code, place)
     return code
 
 
@@ -168,7 +168,7 @@ def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:
     return codes.OUR_BUG
 
 
-def _leave(code: int, place: Place) -> None:
+def leave(code: int, place: Place) -> None:
     """End a rank that cannot take its groups down with the others: their destructors would wait for lost peers."""
     if place.world > 1:
         sys.stdout.flush()

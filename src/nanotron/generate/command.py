@@ -1,0 +1,219 @@
+"""The two command lines: ``nanotron generate``, which starts the ranks itself, and ``run_generate.py`` for torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+import torch
+
+from nanotron.errors import ConfigError
+from nanotron.generate.decode import Decoder
+from nanotron.generate.model import load_model
+from nanotron.generate.sampling import Sampling
+from nanotron.generate.source import Source, laid_out, open_source
+from nanotron.generate.text import as_json, as_text, read_prompts
+from nanotron.launch import codes
+from nanotron.launch.host import exit_code, start_workers, watch_workers
+from nanotron.launch.peers import Peers
+from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
+from nanotron.launch.run import leave
+from nanotron.layout import mesh_axes
+from nanotron.mesh import Mesh
+
+DEFAULT_PROMPTS = ("def ", "import os")  # of run_generate.py, as its users know it without prompts
+TIMEOUT = timedelta(minutes=10)
+STOP_GRACE_S = 5.0
+INTERRUPTED = 130  # what shells say of a command that Ctrl-C ended
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for, on whichever command line."""
+
+    path: str
+    prompts: tuple[str, ...] = ()
+    batch_file: str | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 42
+    tp: int | None = None
+    """None: 1 in a single process, else as the model was trained."""
+    pp: int | None = None
+    batch_size: int = 16
+    """Prompts that go through the model together."""
+    json: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError for numbers that mean nothing."""
+        assert self.sampling
+        for name, value in (("max-new-tokens", self.max_new_tokens), ("batch-size", self.batch_size)):
+            if value < 1:
+                raise ConfigError(f"--{name} {value}: use at least 1")
+        for name, size in (("tp", self.tp), ("pp", self.pp)):
+            if size is not None and size < 1:
+                raise ConfigError(f"--{name} {size}: use at least 1")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen; raises ConfigError for what is impossible."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+    def all_prompts(self) -> list[str]:
+        """Those of the command line, then those of the file; raises ConfigError when there are none."""
+        prompts = [*self.prompts, *(read_prompts(self.batch_file) if self.batch_file is not None else [])]
+        if not prompts:
+            raise ConfigError("no prompt: give --prompt TEXT or --batch-file FILE")
+        return prompts
+
+    def arguments(self) -> list[str]:
+        """The same request as a command line of ``run_generate.py``."""
+        values = {
+            "ckpt-path": self.path, "batch-file": self.batch_file, "max-new-tokens": self.max_new_tokens,
+            "temperature": self.temperature, "top-k": self.top_k, "top-p": self.top_p, "seed": self.seed,
+            "tp": self.tp, "pp": self.pp, "batch-size": self.batch_size,
+        }  # fmt: skip
+        given = [f"--{name}={value}" for name, value in values.items() if value is not None]
+        return [*given, *(f"--prompt={prompt}" for prompt in self.prompts), *(["--json"] if self.json else [])]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``run_generate.py``."""
+    parser = argparse.ArgumentParser(
+        prog="run_generate.py",
+        description="Go on from prompts. torchrun starts one process per rank, tp · pp of them; without it, one "
+        "process holds the whole model.",
+    )
+    option = parser.add_argument
+    option("--ckpt-path", required=True, metavar="DIR", help="a step, a folder of steps, or a Hugging Face model")
+    option("--prompt", action="append", metavar="TEXT", help="text to go on from; repeatable")
+    option("--batch-file", metavar="FILE", help='more prompts, one per line; .jsonl: strings or {"prompt": …}')
+    option("--max-new-tokens", type=int, default=128, metavar="N", help="longest continuation (128)")
+    option("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (the default)")
+    option("--top-k", type=int, metavar="K", help="choose among the K most likely tokens")
+    option("--top-p", type=float, metavar="P", help="choose among the likeliest tokens of total mass P")
+    option("--seed", type=int, default=42, metavar="N", help="seed of the choices (42)")
+    option("--tp", type=int, default=0, metavar="N", help="tensor-parallel ranks; 0: as trained, or 1 in one process")
+    option("--pp", type=int, default=0, metavar="N", help="pipeline stages; 0: as trained, or 1 in one process")
+    option("--dp", type=int, default=1, choices=[1], help="only 1: one replica answers all prompts")
+    option("--batch-size", type=int, default=16, metavar="N", help="prompts that go through the model together (16)")
+    option("--json", action="store_true", help="print one JSON object per prompt instead of text")
+    option("--use-cache", action="store_true", help="no effect: keys and values are always cached")
+    return parser
+
+
+def run_generate(argv: Sequence[str] | None = None) -> int:
+    """Run this rank of ``run_generate.py`` and return its exit code."""
+    asked = parser().parse_args(argv)
+    request = Request(
+        asked.ckpt_path, tuple(asked.prompt or ()), asked.batch_file, asked.max_new_tokens, asked.temperature,
+        asked.top_k, asked.top_p, asked.seed, asked.tp or None, asked.pp or None, asked.batch_size, asked.json,
+    )  # fmt: skip
+    if not request.prompts and request.batch_file is None:
+        request = replace(request, prompts=DEFAULT_PROMPTS)
+    place = Place.from_environment(os.environ)
+    peers = Peers(place)
+    try:
+        _run(request, place, peers)
+        peers.disband()
+        return codes.DONE
+    except ConfigError as mistake:
+        code = peers.say_once(str(mistake))
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        code = codes.OUR_BUG
+    leave(code, place)
+    return code
+
+
+def generate(request: Request) -> int:
+    """``nanotron generate``: check the request, then answer it here, or by tp · pp ranks on this machine.
+
+    Returns the exit code; raises ConfigError for the user's mistakes, before any rank is started.
+    """
+    tp, pp = request.tp or 1, request.pp or 1
+    request, world = replace(request, tp=tp, pp=pp), tp * pp
+    _prepare(request, world)
+    if world == 1:
+        place = Place(rank=0, world=1, local_rank=0, local_world=1)
+        _run(request, place, Peers(place))
+        return codes.DONE
+    workers = start_workers(world, request.arguments(), piped=False, entry=run_generate)
+    watch_workers(workers, stop_grace_s=STOP_GRACE_S, refresh=lambda: None)
+    return INTERRUPTED if workers.asked_to_stop < math.inf else exit_code(workers)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A request found possible: the model, laid out, and the prompts as text and as ids."""
+
+    source: Source
+    prompts: list[str]
+    ids: list[list[int]]
+
+
+def _prepare(request: Request, world: int) -> _Prepared:
+    """Everything that can be wrong, before any weight is loaded."""
+    request.check()
+    prompts = request.all_prompts()
+    source = open_source(request.path)
+    trained, alone = source.config.parallelism, world == 1 and request.tp is None and request.pp is None
+    tp = 1 if alone else request.tp or trained.tp
+    pp = 1 if alone else request.pp or trained.pp
+    config = laid_out(source.config, tp=tp, pp=pp)
+    if tp * pp != world:
+        raise ConfigError(
+            f"tp={tp} · pp={pp} makes {tp * pp} ranks, but {world} were started; start {tp * pp}, "
+            "or give other --tp and --pp"
+        )
+    return _Prepared(replace(source, config=config), prompts, [source.encode(prompt) for prompt in prompts])
+
+
+def _run(request: Request, place: Place, peers: Peers) -> None:
+    """This rank's whole work: set-up, weights, and the prompts in batches; rank 0 prints."""
+    device, backend = choose_device(place)
+    torch.set_num_threads(num_threads(None, place, os.environ))
+    if place.world > 1:
+        if backend == "gloo":
+            schedule_as_batch()
+        peers.gather(backend, device, TIMEOUT)
+    prepared = _prepare(request, place.world)
+    source, config = prepared.source, prepared.source.config
+    mesh = Mesh(mesh_axes(config), place.rank)
+    if place.world > 1:
+        mesh.create_groups(timeout=TIMEOUT)
+    if place.rank == 0:
+        _warn_of_length(request, prepared)
+    model = load_model(source.path, config, mesh, device)
+    decoder = Decoder(model, mesh, device, source.end)
+    show = as_json if request.json else as_text
+    for first in range(0, len(prepared.ids), request.batch_size):
+        rows = slice(first, first + request.batch_size)
+        steps = decoder.tokens(prepared.ids[rows], request.max_new_tokens, request.sampling, first)
+        if place.rank == 0:
+            for piece in show(prepared.prompts[rows], steps, source.tokenizer):
+                print(piece, end="", flush=True)
+        else:
+            deque(steps, maxlen=0)
+
+
+def _warn_of_length(request: Request, prepared: _Prepared) -> None:
+    longest = max(map(len, prepared.ids)) + request.max_new_tokens
+    limit = prepared.source.config.model.model_config.max_position_embeddings
+    if limit is not None and longest > limit:
+        print(
+            f"note: {longest} tokens with --max-new-tokens {request.max_new_tokens} go past the {limit} that the model "
+            "is meant for; what comes after them is likely to be worse",
+            file=sys.stderr,
+        )

@@ -1,0 +1,120 @@
+"""The loop that makes tokens: a batch of prompts through the stages in turn, then one token of every row at a time.
+
+    b rows   s tokens of a row in this forward   t tensor-parallel ranks   d hidden size   V vocabulary
+
+Prompts of different lengths end together: shorter ones are padded on the left, and no token sees the padding.
+
+    index      0   1   2   3   4   5  …          doc_starts: where each token's text begins in its row
+    row 0      a   b   c   d   e   f             positions:  0 at that token
+    row 1      ·   ·   ·   x   y   z             index n of the cache is the same token's in every layer and stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanotron.batch import IGNORED_LABEL, Batch
+from nanotron.comm import all_gather
+from nanotron.generate.sampling import Sampling, choose
+from nanotron.mesh import Mesh
+from nanotron.models.cache import LayerCache, new_cache
+from nanotron.models.llama import Llama
+
+
+class Decoder:
+    """A model spread over a mesh of tp and pp, of which this rank holds ``model``.
+
+    ``end``: the token that ends a text. Every method is collective: all ranks call it with the same arguments.
+    """
+
+    def __init__(self, model: Llama, mesh: Mesh, device: torch.device, end: int | None) -> None:
+        self._model, self._mesh, self._device, self._end = model, mesh, device, end
+        self._dtype = next(model.parameters()).dtype
+        self._first = mesh.coord("pp") == 0
+        self._last = mesh.coord("pp") == mesh.size("pp") - 1
+
+    @torch.inference_mode()
+    def tokens(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling, first_number: int = 0
+    ) -> Iterator[list[int | None]]:
+        """Yield the next token of every row, the same on every rank, until all rows have ended.
+
+        A row ends with the end token, which is not yielded: it and what follows is None.
+        ``first_number``: the number of the first prompt, which with the seed decides what is drawn for it.
+        """
+        batch = left_padded(prompts, self._device)
+        padded = batch.doc_starts is not None
+        starts = torch.tensor([batch.tokens.shape[1] - len(ids) for ids in prompts], device=self._device)[:, None]
+        generators = [sampling.generator(first_number + row) for row in range(len(prompts))]
+        longest = batch.tokens.shape[1]
+        cache = new_cache(len(self._model.layers), longest + max_new_tokens)
+        ended = [False] * len(prompts)
+        for index in range(longest, longest + max_new_tokens):  # where in a row the token goes that is made now
+            chosen = self._agree(self._forward(batch, cache), sampling, generators)  # [b]
+            ids = chosen.tolist()
+            ended = [was or token == self._end for was, token in zip(ended, ids, strict=True)]
+            yield [None if over else token for over, token in zip(ended, ids, strict=True)]
+            if all(ended):
+                return
+            batch = _batch(chosen[:, None], index - starts, starts if padded else None)
+
+    def _forward(self, batch: Batch, cache: list[LayerCache]) -> Tensor | None:
+        """Run the stages in turn; the logits [b, 1, V/t] of the last token, on the last stage's ranks."""
+        x = None if self._first else self._receive(batch)
+        x, _, _ = self._model(x, batch, cache)
+        assert isinstance(x, Tensor)
+        if self._last:
+            return x
+        after = self._mesh.rank_at(pp=self._mesh.coord("pp") + 1)
+        dist.send(x, after, group=self._mesh.p2p_group("forward"))
+        return None
+
+    def _receive(self, batch: Batch) -> Tensor:
+        shape = (*batch.tokens.shape, self._model.config.hidden_size)  # [b, s, d]
+        x = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dist.recv(x, self._mesh.rank_at(pp=self._mesh.coord("pp") - 1), group=self._mesh.p2p_group("forward"))
+        return x
+
+    def _agree(self, logits: Tensor | None, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
+        """The next token of every row [b], chosen by one rank and told to all."""
+        chosen = torch.empty(len(generators), dtype=torch.int64, device=self._device)
+        if logits is not None:
+            whole = gather_vocabulary(logits[:, 0], self._model.config.vocab_size, self._mesh)  # [b, V/t] -> [b, V]
+            ids = [choose(row, sampling, generator) for row, generator in zip(whole, generators, strict=True)]
+            chosen.copy_(torch.tensor(ids))
+        everyone = self._mesh.group("pp", "tp")
+        if everyone is not None:
+            dist.broadcast(chosen, self._mesh.rank_at(pp=self._mesh.size("pp") - 1, tp=0), group=everyone)
+        return chosen
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Batch:
+    """Prompts as one batch [b, s] whose rows end together; doc_starts only where some row has padding."""
+    longest = max(len(ids) for ids in prompts)
+    pads = [longest - len(ids) for ids in prompts]
+    tokens = torch.tensor([[0] * pad + list(ids) for pad, ids in zip(pads, prompts, strict=True)], device=device)
+    starts = torch.tensor(pads, device=device)[:, None]  # [b, 1]
+    index = torch.arange(longest, device=device)
+    positions = (index - starts).clamp_(min=0)
+    doc_starts = torch.where(index >= starts, starts, 0) if any(pads) else None  # padding is a text of its own
+    return _batch(tokens, positions, doc_starts)
+
+
+def _batch(tokens: Tensor, positions: Tensor, doc_starts: Tensor | None) -> Batch:
+    return Batch(tokens, torch.full_like(tokens, IGNORED_LABEL), positions, doc_starts)
+
+
+def gather_vocabulary(logits: Tensor, vocab_size: int, mesh: Mesh) -> Tensor:
+    """Put together the logits of a vocabulary cut unevenly over tp: [b, V/t] -> [b, V]."""
+    ranks = mesh.size("tp")
+    ends = [vocab_size * rank // ranks for rank in range(ranks + 1)]
+    width = -(-vocab_size // ranks)
+    padded = F.pad(logits, (0, width - logits.shape[1]))  # all_gather wants one shape
+    parts = torch.split(all_gather(padded, mesh.group("tp"), dim=1), width, dim=1)
+    return torch.cat([part[:, : hi - lo] for part, (lo, hi) in zip(parts, pairwise(ends), strict=True)], dim=1)

@@ -1,0 +1,48 @@
+"""Keys and values that are kept: fed in any pieces, a row's next logits are those of the whole row at once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanotron.batch import Batch
+from nanotron.generate.decode import left_padded
+from nanotron.generate.source import open_source
+from nanotron.models.cache import new_cache
+from tests.generate.tiny import CPU, training_logits, whole_model
+
+ROWS = ([5, 90, 200, 31, 7, 44, 120, 60, 61, 62], [9, 8, 7, 270, 3], [1] * 8)
+
+
+@pytest.mark.parametrize("sizes", [[10], [1] * 10, [4, 3, 3], [9, 1]], ids=str)
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["alone", "padded"])
+def test_a_row_fed_in_pieces_has_the_logits_of_the_whole_row(
+    run: Path, sizes: list[int], rows: list[list[int]]
+) -> None:
+    model = whole_model(open_source(str(run)))
+    whole = left_padded(rows, CPU)
+    assert (whole.doc_starts is None) == (len(rows) == 1)
+    cache, start = new_cache(3, 10), 0
+    for size in sizes:
+        piece = Batch(*(None if part is None else part[:, start : start + size] for part in whole))
+        with torch.inference_mode():
+            logits, losses, _ = model(None, piece, cache)
+        start += size
+        assert logits.shape == (len(rows), 1, model.config.vocab_size)
+        assert not losses
+    for row, ids in enumerate(rows):
+        torch.testing.assert_close(logits[row, 0], training_logits(model, list(ids))[-1], rtol=1e-5, atol=1e-5)
+
+
+def test_padding_starts_on_the_left_and_positions_at_the_text() -> None:
+    batch = left_padded([[4, 5, 6], [7]], CPU)
+    assert batch.tokens.tolist() == [[4, 5, 6], [0, 0, 7]]
+    assert batch.positions.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.doc_starts is not None
+    assert batch.doc_starts.tolist() == [[0, 0, 0], [0, 0, 2]]
+
+
+def test_a_full_cache_refuses_more(run: Path) -> None:
+    model = whole_model(open_source(str(run)))
+    with pytest.raises(AssertionError, match="room for 2"):
+        model(None, left_padded([[1, 2, 3]], CPU), new_cache(3, 2))

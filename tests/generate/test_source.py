@@ -1,0 +1,62 @@
+"""What is opened: steps, folders of steps, models from elsewhere; their tokenizers, and layouts that fit."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nanotron.convert.exporting import export_hf
+from nanotron.errors import ConfigError
+from nanotron.generate.sampling import Sampling
+from nanotron.generate.source import laid_out, open_source
+from tests.generate.tiny import decoder_of, made
+
+
+def test_a_folder_of_steps_is_its_newest_step(run: Path) -> None:
+    assert open_source(str(run)).path == open_source(f"{run}/7/").path == str(run / "7")
+
+
+def test_an_exported_model_says_what_the_checkpoint_says(run: Path, tmp_path: Path) -> None:
+    export_hf(str(run), str(tmp_path / "hf"))
+    ours, theirs = open_source(str(run)), open_source(str(tmp_path / "hf"))
+    assert theirs.end == ours.end == ours.tokenizer.token_to_id("<|endoftext|>")
+    ids = [theirs.encode("import os")]
+    assert made(decoder_of(theirs), ids, 8, Sampling()) == made(decoder_of(ours), ids, 8, Sampling())
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{tmp_path}/nothing holds no weights that can be read"):
+        open_source(f"{tmp_path}/nothing")
+
+
+def test_without_a_tokenizer_the_folders_that_were_searched_are_named(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "7", tmp_path / "steps" / "7")
+    config = tmp_path / "steps" / "7" / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("tokenizer_name_or_path: null", f"tokenizer_name_or_path: {tmp_path}/none"))
+    with pytest.raises(ConfigError, match="tokenizer"):
+        open_source(str(tmp_path / "steps"))
+    shutil.copy(run / "tokenizer.json", tmp_path / "steps")
+    source = open_source(str(tmp_path / "steps"))
+    assert source.end == source.config.model.model_config.eos_token_id, "without tokenizer_config.json, the model's"
+
+
+def test_prompts_that_the_model_cannot_go_on_from_are_refused(run: Path) -> None:
+    source = open_source(str(run))
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        source.encode("")
+    source.config.model.model_config.vocab_size = 5
+    with pytest.raises(ConfigError, match="the model only 5; is it another model's"):
+        source.encode("import")
+
+
+@pytest.mark.parametrize(
+    ("layout", "complaint"),
+    [
+        ({"tp": 3, "pp": 1}, "tp=3 does not divide model.model_config.num_attention_heads=4"),
+        ({"tp": 1, "pp": 4}, "pp=4"),
+    ],
+)
+def test_a_layout_that_the_model_cannot_have_is_refused(run: Path, layout: dict[str, int], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        laid_out(open_source(str(run)).config, **layout)
