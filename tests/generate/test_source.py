@@ -29,16 +29,19 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
         open_source(f"{tmp_path}/nothing")
 
 
-def test_without_a_tokenizer_the_folders_that_were_searched_are_named(run: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_is_looked_for_beside_the_weights_and_in_the_run_directory_first(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the one that the config names is not there
     shutil.copytree(run / "7", tmp_path / "steps" / "7")
-    config = tmp_path / "steps" / "7" / "config.yaml"
-    text = config.read_text()
-    config.write_text(text.replace("tokenizer_name_or_path: null", f"tokenizer_name_or_path: {tmp_path}/none"))
-    with pytest.raises(ConfigError, match="tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer 'data/.*' is neither a file"):
         open_source(str(tmp_path / "steps"))
     shutil.copy(run / "tokenizer.json", tmp_path / "steps")
     source = open_source(str(tmp_path / "steps"))
     assert source.end == source.config.model.model_config.eos_token_id, "without tokenizer_config.json, the model's"
+    (tmp_path / "steps" / "7" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"steps/7/tokenizer\.json is not a tokenizer"):
+        open_source(str(tmp_path / "steps"))
 
 
 def test_prompts_that_the_model_cannot_go_on_from_are_refused(run: Path) -> None:
