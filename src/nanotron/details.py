@@ -25,6 +25,17 @@ from nanotron.batch import Batch
 from nanotron.comm import all_reduce_
 from nanotron.layout import parameter_specs
 from nanotron.mesh import Mesh
+from nanotron.metrics.columns import (
+    ACTIVATION_NORM,
+    FULLEST_RANK,
+    FULLEST_RANK_GIB,
+    GRAD_NORM,
+    MEDIAN_RANK_MS,
+    SLOWEST_RANK,
+    SLOWEST_RANK_MS,
+    UPDATE_RATIO,
+    WEIGHT_NORM,
+)
 from nanotron.metrics.memory import memory_gib
 from nanotron.optim.norms import StepSquares
 from nanotron.optim.optimizer import Optimizer
@@ -32,8 +43,6 @@ from nanotron.pipeline.engine import Pipeline
 
 if TYPE_CHECKING:
     from nanotron.config import Config
-
-WEIGHT_NORM, GRAD_NORM, UPDATE_RATIO, ACTIVATION_NORM = "weight_norm", "grad_norm", "update_ratio", "activation_norm"
 
 
 class Chunk(Protocol):
@@ -133,11 +142,11 @@ class Details:
 def _work_columns(busy_seconds: Sequence[float], memory: Sequence[float]) -> dict[str, float]:
     slowest, fullest = (max(range(len(values)), key=values.__getitem__) for values in (busy_seconds, memory))
     return {
-        "slowest_rank": slowest,
-        "slowest_rank_ms": busy_seconds[slowest] * 1e3,
-        "median_rank_ms": median(busy_seconds) * 1e3,
-        "fullest_rank": fullest,
-        "fullest_rank_gib": memory[fullest],
+        SLOWEST_RANK: slowest,
+        SLOWEST_RANK_MS: busy_seconds[slowest] * 1e3,
+        MEDIAN_RANK_MS: median(busy_seconds) * 1e3,
+        FULLEST_RANK: fullest,
+        FULLEST_RANK_GIB: memory[fullest],
     }
 
 
@@ -165,6 +174,11 @@ class _Waits(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self.seconds = device, 0.0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False keeps torch from importing its compiler (seconds, on every rank) when the mode is entered."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d" or _is_asynchronous(func, args):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanotron.logging import get_logger, human_duration, human_format
 from nanotron.mesh import Mesh
+from nanotron.metrics.columns import FULLEST_RANK, FULLEST_RANK_GIB, MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS
 from nanotron.metrics.devices import find_device
 from nanotron.metrics.flops import flops_per_step
 from nanotron.metrics.memory import memory_gib
@@ -60,7 +61,7 @@ class Metrics:
         if step in (self._first_step, last_step) or step % self._config.logging.iteration_step_info_interval == 0:
             eta = (last_step - step) * median(self._recent_seconds)
             logger.info(step_line(row, train_steps=last_step, batch_tokens=int(values["num_tokens"]), eta=eta))
-        if "slowest_rank" in row:
+        if SLOWEST_RANK in row:
             logger.info(work_line(row, self._mesh))
         spike = self._spikes.add(step, float(row["lm_loss"]), str(row["stage"]))
         if spike is not None:
@@ -114,14 +115,14 @@ def step_line(row: Mapping[str, Any], *, train_steps: int, batch_tokens: int, et
 
 def work_line(row: Mapping[str, Any], mesh: Mesh) -> str:
     """The console's line about the rank that worked longest in a step, and the one that holds the most memory."""
-    slowest, fullest = int(row["slowest_rank"]), int(row["fullest_rank"])
-    busy, usual = row["slowest_rank_ms"], row["median_rank_ms"]
+    slowest, fullest = int(row[SLOWEST_RANK]), int(row[FULLEST_RANK])
+    busy, usual = row[SLOWEST_RANK_MS], row[MEDIAN_RANK_MS]
     share = busy / row["time_per_iteration_ms"]
     times = f", {busy / usual:.2f} times the median rank" if usual > 0 else ""
     return (
         f"step {row['step']}: rank {slowest}{_coordinates(mesh.seen_by(slowest))} worked longest, "
         f"{human_format(busy)} ms, {share:.0%} of the step{times}; "
-        f"rank {fullest}{_coordinates(mesh.seen_by(fullest))} holds most, {human_format(row['fullest_rank_gib'])} GiB"
+        f"rank {fullest}{_coordinates(mesh.seen_by(fullest))} holds most, {human_format(row[FULLEST_RANK_GIB])} GiB"
     )
 
 

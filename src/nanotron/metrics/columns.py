@@ -1,0 +1,11 @@
+"""Names of columns that only measured steps have: ``update_ratio/layers.0.attn.q.weight``, ``slowest_rank``."""
+
+WEIGHT_NORM = "weight_norm"
+GRAD_NORM = "grad_norm"
+UPDATE_RATIO = "update_ratio"
+ACTIVATION_NORM = "activation_norm"
+NORMS = (WEIGHT_NORM, GRAD_NORM, UPDATE_RATIO, ACTIVATION_NORM)
+"""What stands before the slash; after it the parameter's global name, or the place of an activation."""
+
+SLOWEST_RANK, SLOWEST_RANK_MS, MEDIAN_RANK_MS = "slowest_rank", "slowest_rank_ms", "median_rank_ms"
+FULLEST_RANK, FULLEST_RANK_GIB = "fullest_rank", "fullest_rank_gib"

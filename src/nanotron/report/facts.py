@@ -1,0 +1,66 @@
+"""A run in a few numbers, and what was wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from nanotron.logging import human_duration, human_format
+from nanotron.metrics.columns import MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS
+from nanotron.report.run import RunFiles
+
+MOST_LINES = 12  # of one kind
+
+
+def facts(run: RunFiles) -> Iterator[tuple[str, str]]:
+    """(name, value) of the run's last or typical numbers."""
+    row = run.rows[-1]
+    train_steps = run.config.get("tokens", {}).get("train_steps")
+    yield "steps", f"{row['step']} of {train_steps}" if train_steps else str(row["step"])
+    yield "training loss", "not finite" if row["lm_loss"] is None else f"{row['lm_loss']:.5g}"
+    validated = _numbers(run, "val_loss")
+    if validated:
+        yield "best validation loss", f"{min(validated):.5g}"
+    yield "tokens", human_format(row["consumed_tokens"])
+    yield "time of the steps", human_duration(sum(_numbers(run, "time_per_iteration_ms")) / 1e3)
+    yield "tokens per second, median", human_format(median(_numbers(run, "tokens_per_sec")))
+    utilization = _numbers(run, "mfu")
+    if utilization:
+        yield "MFU, median", f"{median(utilization):.1%}"
+    yield "memory, at most", f"{human_format(max(_numbers(run, 'memory_gib')))} GiB"
+    layout = run.environment.get("layout", {})
+    if layout:
+        yield "layout", " · ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
+    if run.environment.get("device"):
+        yield "device", str(run.environment["device"])
+
+
+def health(run: RunFiles) -> Iterator[tuple[str, bool]]:
+    """(line, whether it is bad news)."""
+    steps = [row["step"] for row in run.rows if row["lm_loss"] is None or row.get("grad_norm", 0.0) is None]
+    bad = [f"step {step}: the loss or the gradient norm is not finite" for step in steps]
+    spikes = [str(spike) for spike in run.spikes()]
+    failures = [str(failure) for failure in run.failures]
+    for lines in (failures, bad, spikes):
+        yield from ((line, True) for line in lines[:MOST_LINES])
+        if len(lines) > MOST_LINES:
+            yield f"… and {len(lines) - MOST_LINES} more like the last", True
+    if not (failures or bad or spikes):
+        yield "no failure, no loss spike, every loss and gradient norm finite", False
+    slow = [row for row in run.rows if SLOWEST_RANK in row]
+    if slow:
+        yield _slowest(slow), False
+
+
+def _slowest(rows: list[dict[str, Any]]) -> str:
+    ranks = [int(row[SLOWEST_RANK]) for row in rows]
+    rank = max(set(ranks), key=ranks.count)
+    times = [row[SLOWEST_RANK_MS] / row[MEDIAN_RANK_MS] for row in rows if row[MEDIAN_RANK_MS]]
+    how = f"; the slowest rank works {median(times):.2f} times as long as the median one" if times else ""
+    return f"rank {rank} was the slowest in {ranks.count(rank)} of {len(ranks)} looks at all ranks{how}"
+
+
+def _numbers(run: RunFiles, key: str) -> list[float]:
+    """A column's numbers, as far as they are finite."""
+    return [row[key] for row in run.rows if row.get(key) is not None]

@@ -1,0 +1,221 @@
+"""The report of a run: one page that stands alone, tells the run's numbers, and looks right in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from nanotron.errors import ConfigError
+from nanotron.pipeline.schedules import get_schedule
+from nanotron.pipeline.timeline import Timeline, execute
+from nanotron.pipeline.trace import to_chrome
+from nanotron.report import write_report
+from nanotron.report.series import series_of
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SIZE = (1280, 3400)
+LOSS_BLUE = (0x2A, 0x6F, 0xB0)
+
+
+def row(step: int) -> dict[str, Any]:
+    """A step of a run that spikes at 150, loses its gradient norm at 170, and is measured every 20 steps."""
+    loss = 2.0 + 6 * math.exp(-step / 30) + (3.0 if step == 150 else 0.0)
+    numbers: dict[str, Any] = {"step": step, "lm_loss": loss, "grad_norm": None if step == 170 else 30 / step}
+    numbers |= {"lr": 3e-4 * min(1, step / 20), "consumed_tokens": 4096 * step, "consumed_samples": 32 * step}
+    numbers |= {"time_per_iteration_ms": 500.0 + step % 7, "tokens_per_sec": 8192.0 - step % 50, "memory_gib": 1.25}
+    numbers |= {"tokens_per_sec_per_device": 1024.0, "model_tflops_per_device": 0.1, "stage": "main"}
+    if step % 50 == 0:
+        numbers["val_loss"] = loss + 0.1
+    if step % 20 == 0:
+        for layer in range(4):
+            for kind, value in (("weight_norm", 10.0), ("grad_norm", 0.1), ("update_ratio", 1e-3)):
+                numbers[f"{kind}/layers.{layer}.attn.q.weight"] = value * (layer + 1)
+                numbers[f"{kind}/layers.{layer}.mlp.down.weight"] = value
+            numbers[f"activation_norm/layers.{layer}"] = 1.5**layer
+        numbers |= {"slowest_rank": 3, "slowest_rank_ms": 420.0, "median_rank_ms": 350.0}
+        numbers |= {"fullest_rank": 0, "fullest_rank_gib": 1.5}
+    return numbers
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with everything that a report can show."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 201)))
+    (folder / "config.yaml").write_text("general:\n  run: a <b>bold</b> run\ntokens:\n  train_steps: 400\n")
+    environment = {"host": "here", "layout": {"pp": 2, "dp": 2, "cp": 1, "tp": 1}, "device": "a CPU", "cores": 2}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    (folder / "traces").mkdir()
+    timeline = execute(get_schedule("1f1b", 2), 4)
+    for rank in range(2):
+        mine = Timeline(timeline.name, 2, timeline.of_rank(rank))
+        path = folder / "traces" / f"pipeline-step-5-rank-{rank}.json"
+        path.write_text(json.dumps(to_chrome([("measured", mine)])))
+    (folder / "failures").mkdir()
+    failure = {"rank": 1, "kind": "own", "error": "OSError: disk full", "when": 1.0, "host": "here"}
+    (folder / "failures" / "rank-1.json").write_text(json.dumps(failure))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    return write_report(run).read_text(encoding="utf-8")
+
+
+class Elements(HTMLParser):
+    """All tags with their attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_loads_nothing_and_runs_nothing(page: str) -> None:
+    for tag, attributes in Elements(page).found:
+        assert tag not in {"script", "link", "img", "iframe", "object", "base"}
+        assert not {"src", "href", "onload"} & attributes.keys()
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_a_runs_name_is_text_and_no_markup(page: str) -> None:
+    assert "<h1>a &lt;b&gt;bold&lt;/b&gt; run</h1>" in page
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 150: loss spike, 5.04043 where 2.",
+        "step 170: the loss or the gradient norm is not finite",
+        "rank 1 on here: OSError: disk full",
+        "rank 3 was the slowest in 10 of 10 looks at all ranks",
+        "200 of 400",
+        "pp 2 · dp 2",
+        "measured in step 5",
+        "train_steps: 400",
+    ],
+)
+def test_the_page_tells(page: str, line: str) -> None:
+    assert line in page
+
+
+def test_charts_are_drawn_for_what_the_run_has_and_no_other(page: str) -> None:
+    titles = re.findall(r"<figure><h3>(.*?)</h3>", page)
+    assert titles == [
+        "Loss",
+        "Learning rate",
+        "Gradient norm, before clipping",
+        "Tokens per second",
+        "Time of a step, ms",
+        "Memory, GiB",
+        "Work of a step, ms",
+        "Weight norm by layer",
+        "Gradient norm by layer",
+        "Update-to-weight ratio by layer",
+        "Activation norm by layer, of a token",
+    ]
+
+
+def test_the_plainest_run_has_a_report_too(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
+    page = write_report(tmp_path, tmp_path / "out" / "page.html").read_text(encoding="utf-8")
+    assert "no failure, no loss spike" in page
+    assert "Timeline" not in page
+
+
+def test_a_folder_without_numbers_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no metrics\.jsonl with a step in it"):
+        write_report(tmp_path)
+
+
+def test_a_thinned_series_keeps_every_extreme_and_the_steps_without_a_number() -> None:
+    rows = [{"step": n, "x": None if n == 777 else 100.0 if n == 5000 else float(n % 3)} for n in range(10_000)]
+    series = series_of(rows, "x", "x", most=50)
+    assert series is not None
+    assert len(series.points) == 50
+    assert max(point.high for point in series.points) == 100.0
+    assert series.not_finite == [777]
+    assert series_of(rows, "y", "y") is None
+
+
+# ---------------------------------------------------------------- in a browser
+
+LOOK = """<script>
+const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom] };
+document.body.dataset.seen = JSON.stringify({
+  overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  charts: [...document.querySelectorAll("svg.chart")].map(svg => ({
+    name: svg.getAttribute("aria-label"), box: box(svg),
+    lines: [...svg.querySelectorAll("polyline")].map(box), labels: [...svg.querySelectorAll("text")].map(box),
+  })),
+  timeline: box(document.querySelector(".timeline svg")),
+  failed: performance.getEntriesByType("resource").map(entry => entry.name),
+});
+</script>"""
+
+
+def browse(page: Path, *options: str, cwd: Path) -> str:
+    """What the browser prints for the page, with no network to fall back on."""
+    assert BROWSER is not None
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"]
+    command += [
+        f"--user-data-dir={cwd / 'profile'}",
+        f"--window-size={SIZE[0]},{SIZE[1]}",
+        "--force-color-profile=srgb",
+    ]
+    command += ["--host-resolver-rules=MAP * ~NOTFOUND", *options, page.as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=180, cwd=cwd).stdout
+
+
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine (apt-get install chromium)")
+
+
+@needs_browser
+def test_a_browser_shows_every_chart_where_it_belongs(page: str, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page.replace("</body>", LOOK + "</body>"), encoding="utf-8")
+    shown = browse(tmp_path / "page.html", "--dump-dom", cwd=tmp_path)
+    attribute = next(attrs["data-seen"] for tag, attrs in Elements(shown).found if tag == "body")
+    assert attribute is not None
+    seen = json.loads(attribute)
+    assert seen["failed"] == [], "the page asked for something outside"
+    assert seen["overflow"] <= 0, "the page is wider than the window"
+    assert len(seen["charts"]) == 11
+    for chart in seen["charts"]:
+        left, top, right, bottom = chart["box"]
+        assert right - left > 400, chart["name"]
+        assert bottom - top > 150, chart["name"]
+        for lo_x, lo_y, hi_x, hi_y in chart["lines"] + chart["labels"]:
+            assert left - 1 <= lo_x <= hi_x <= right + 1, chart["name"]
+            assert top - 1 <= lo_y <= hi_y <= bottom + 1, chart["name"]
+        labels = chart["labels"]
+        for index, one in enumerate(labels):
+            assert not any(overlap(one, other) for other in labels[index + 1 :]), f"{chart['name']}: labels overlap"
+    assert seen["timeline"][2] - seen["timeline"][0] > 1000
+
+
+def overlap(one: list[float], other: list[float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+@needs_browser
+def test_a_screenshot_has_the_loss_in_its_colour_on_a_light_page(run: Path, page: str, tmp_path: Path) -> None:
+    browse(run / "report.html", f"--screenshot={tmp_path / 'shot.png'}", cwd=tmp_path)
+    shot = Image.open(tmp_path / "shot.png").convert("RGB")
+    assert shot.size == SIZE
+    pixels = np.asarray(shot)[:900].astype(int)  # [height, width, 3]
+    assert (pixels == 255).all(axis=-1).mean() > 1 / 3, "a light page"
+    assert (abs(pixels - LOSS_BLUE).max(axis=-1) < 24).sum() > 500
