@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "trainer": {"*", "launch"},
     "convert": {"config", "mesh", "params", "models", "checkpoint"},
     "generate": {"*", "launch"},
-    "report": {"*"},
+    "report": {"*", "launch"},
     "launch": {"*", "trainer", "check"},
     "cli": {"*", "trainer", "launch", "check"},
 }
@@ -65,6 +65,7 @@ TORCH_FREE = [
     "nanotron.pipeline.split",
     "nanotron.data.probe",
     "nanotron.timeline",
+    "nanotron.report",
     "nanotron.check",
     "nanotron.cli",
 ]

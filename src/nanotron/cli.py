@@ -166,6 +166,19 @@ def plan(
 
 
 @app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Directory of the run (general.run_dir).", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="report.html in the run")
+    ] = None,
+) -> None:
+    """Write a run as one HTML page: loss, speed, memory, health, timeline, config and environment."""
+    from nanotron.report import write_report
+
+    print(write_report(run, output))
+
+
+@app.command()
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/config.md instead, for people.")] = False,
 ) -> None:
