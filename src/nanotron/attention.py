@@ -2,8 +2,8 @@
 
     b rows   s tokens   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
 
-Two ways to the same numbers: torch's fused kernels, and, where those are slow (short sequences and half precision on a
-CPU), blocks of plain matrix products. Neither keeps anything of size s × s for backward.
+Two ways to the same numbers: torch's fused kernels, and, where those are slow (half precision on a CPU), blocks of plain
+matrix products. Neither keeps anything of size s × s for backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None)
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plainly causal attention over rows: q [b, s, h, e]; k, v [b, s, n, e] -> [b, s, h, e]."""
-    if q.device.type == "cpu" and (q.shape[1] <= 1024 or q.dtype == torch.bfloat16):
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         attended: Tensor = _BlockCausal.apply(q, k, v, 64 if q.shape[1] <= 512 else 128)  # type: ignore[no-untyped-call]
         return attended
     return _fused(q, k, v, None, is_causal=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanotron.attention import causal_attention
+from nanotron.attention import _BlockCausal, causal_attention
 
 
 def inputs(rows: int, length: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -35,7 +35,7 @@ def value_and_grads(function, q, k, v, grad):
 )
 def test_attention_and_its_gradients_equal_torchs(length, heads, kv_heads, dtype, tolerance):
     q, k, v, grad = inputs(2, length, heads, kv_heads, dtype)
-    found = value_and_grads(lambda *x: causal_attention(*x, None), q, k, v, grad)
+    found = value_and_grads(lambda *x: _BlockCausal.apply(*x, 64), q, k, v, grad)
     expected = value_and_grads(reference, q, k, v, grad)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == dtype
@@ -43,7 +43,7 @@ def test_attention_and_its_gradients_equal_torchs(length, heads, kv_heads, dtype
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance * scale)
 
 
-def test_long_half_precision_sequences_take_the_same_way():
+def test_half_precision_takes_that_way_also_for_long_sequences():
     q, k, v, grad = inputs(1, 1100, 2, 1, torch.bfloat16)
     found = value_and_grads(lambda *x: causal_attention(*x, None), q, k, v, grad)
     for ours, theirs in zip(found, value_and_grads(reference, q, k, v, grad), strict=True):
@@ -52,7 +52,7 @@ def test_long_half_precision_sequences_take_the_same_way():
 
 @pytest.mark.parametrize("length", [96, 192])
 def test_nothing_is_kept_for_backward_that_grows_with_the_square_of_the_length(length):
-    q, k, v, _ = inputs(1, length, 4, 2, torch.float32)
+    q, k, v, _ = inputs(1, length, 4, 2, torch.bfloat16)
     kept: list[int] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:

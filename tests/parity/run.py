@@ -79,7 +79,7 @@ def config_of(case: Case) -> Config:
             "optimizer": {
                 "zero_stage": case.zero_stage,
                 "accumulate_grad_in_fp32": case.accumulate_in_fp32,
-                "learning_rate_scheduler": {"learning_rate": 1e-3, "lr_warmup_steps": 4},
+                "learning_rate_scheduler": {"learning_rate": 3e-3, "lr_warmup_steps": 4},
             },
             "tokens": {
                 "sequence_length": 32,

@@ -45,7 +45,7 @@ def test_the_selection_has_every_pair_that_the_product_has() -> None:
 
 def test_one_device_learns_so_that_later_steps_depend_on_earlier_updates(references: References) -> None:
     losses = references.of(Case()).lm_loss
-    assert losses[-1] < losses[0] - 0.5
+    assert losses[-1] < losses[0] - 1.0
 
 
 @pytest.mark.parametrize("case", [*covering_cases(), *named_cases(), *schedule_cases(list(SCHEDULE_NAMES))], ids=str)
