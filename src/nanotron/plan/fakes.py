@@ -15,6 +15,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from nanotron import attention
 from nanotron.mesh import AxisSizes, Mesh
 from nanotron.models import llama
 from nanotron.plan.counting import Counting
@@ -55,7 +56,9 @@ def counting(*, accelerator: bool) -> Iterator[Counting]:
     The fake device is "cpu" either way: "meta" would take the attention path that keeps s × s scores, and a fake
     "cuda" needs a build for it.
     """
+    attention._later.cache_clear()  # no real tensor may be met inside, and no fake one afterwards
     with ExitStack() as stack:
+        stack.callback(attention._later.cache_clear)
         stack.enter_context(FakeTensorMode())
         if accelerator:
             stack.enter_context(_accelerator_kernels())
@@ -64,13 +67,17 @@ def counting(*, accelerator: bool) -> Iterator[Counting]:
 
 @contextmanager
 def _accelerator_kernels() -> Iterator[None]:
-    """Give the models the norm that an accelerator has: one kernel, where a CPU composes several that keep more."""
-    composed = llama.rms_norm  # type: ignore[attr-defined]
-    llama.rms_norm = _fused_rms_norm  # type: ignore[attr-defined]
+    """Have the models compute as on an accelerator, which has one kernel where a CPU is given several operations."""
+    norm, attend = llama.rms_norm, attention._attend  # type: ignore[attr-defined]
+    llama.rms_norm, attention._attend = _fused_rms_norm, _fused_attention  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        llama.rms_norm = composed  # type: ignore[attr-defined]
+        llama.rms_norm, attention._attend = norm, attend  # type: ignore[attr-defined]
+
+
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attention._fused(q, k, v, None, is_causal=True)
 
 
 def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -117,12 +117,14 @@ class Planner:
         return max(memory.total for memory in self.memories(config)) <= self.cluster.memory_bytes
 
     def least_seconds(self, config: Config) -> float:
-        """A step's time if its pipeline had no bubble and its layers were spread evenly: no layout takes less."""
+        """A step's time if layers were spread evenly and the pipeline only had to fill: no layout takes less."""
         layers = config.model.model_config.num_hidden_layers
         whole = self._measurements.chunk(config, layers=layers, embed=True, head=True)
         peak = self.cluster.peak_flops(config)
-        microbatch = sum(self._seconds(config, work, peak) for work in (whole.forward, whole.backward, whole.weights))
-        return microbatch * config.tokens.batch_accumulation_per_replica / config.parallelism.pp
+        forward, *rest = (self._seconds(config, work, peak) for work in (whole.forward, whole.backward, whole.weights))
+        layout = config.parallelism
+        busy = (forward + sum(rest)) * config.tokens.batch_accumulation_per_replica / layout.pp
+        return busy + forward * (layout.pp - 1) / pipeline_schedule(config).num_stages  # until the last rank begins
 
     def _measured(
         self, config: Config

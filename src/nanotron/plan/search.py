@@ -7,6 +7,7 @@ one chunk, which many layouts share.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanotron.config.rules import divisors
@@ -38,46 +39,55 @@ class Found(NamedTuple):
 
 
 def search(planner: Planner, config: Config, num_devices: int) -> Found:
-    """The fastest layouts of a run over this many devices, with its global batch and sequence length."""
-    candidates = [
-        Candidate(change, other, planner.least_seconds(other))
-        for change, other in legal_layouts(planner, config, num_devices)
-    ]
+    """The fastest layouts of a run over this many devices, with its global batch and sequence length.
+
+    ZeRO stage 0, which saves nothing and sends more, is tried on the winners only.
+    """
+    legal = list(legal_layouts(planner, config, num_devices))
+    candidates = [Candidate(change, other, planner.least_seconds(other)) for change, other in legal]
     best: list[tuple[Change, Plan]] = []
     num_planned = 0
     for candidate in sorted(candidates, key=lambda candidate: candidate.least_seconds):
         if len(best) == BEST and candidate.least_seconds >= best[-1][1].step_seconds:
             break
-        if not planner.fits(candidate.config):
-            continue
-        num_planned += 1
-        best.append((candidate.change, planner.plan(candidate.config)))
-        best = sorted(best, key=lambda found: found[1].step_seconds)[:BEST]
+        if planner.fits(candidate.config):
+            num_planned += 1
+            best = _with(best, candidate.change, planner.plan(candidate.config))
+    for change, _ in list(best):
+        without = {**change, "optimizer.zero_stage": 0}
+        other = changed(config, without)
+        if other.parallelism.dp > 1 and planner.fits(other):
+            num_planned += 1
+            best = _with(best, without, planner.plan(other))
     return Found(best, len(candidates), num_planned)
 
 
+def _with(best: list[tuple[Change, Plan]], change: Change, plan: Plan) -> list[tuple[Change, Plan]]:
+    return sorted([*best, (change, plan)], key=lambda found: found[1].step_seconds)[:BEST]
+
+
 def legal_layouts(planner: Planner, config: Config, num_devices: int) -> Iterator[tuple[Change, Config]]:
-    """Every legal layout: tp within a node, pp, schedule, micro-batch, recompute, ZeRO; dp takes the other devices."""
+    """Every legal layout: tp within a node, pp, schedule, micro-batch, recompute; dp takes the other devices."""
     layers, batch = config.model.model_config.num_hidden_layers, config.global_batch_size
-    for tp in divisors(planner.cluster.per_node):
-        for pp in [size for size in divisors(num_devices) if size <= layers and num_devices % (tp * size) == 0]:
-            dp = num_devices // (tp * pp)
-            for rows in [rows for rows in MICRO_BATCHES if batch % (rows * dp) == 0]:
-                for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
-                    for recompute in (False, True):
-                        for zero in (1, 0) if dp > 1 else (config.optimizer.zero_stage,):
-                            change = {
-                                "parallelism.dp": dp,
-                                "parallelism.tp": tp,
-                                "parallelism.pp": pp,
-                                "parallelism.pp_engine": schedule,
-                                "parallelism.pp_virtual_stages": chunks,
-                                "parallelism.tp_mode": "REDUCE_SCATTER" if tp > 1 else "ALL_REDUCE",
-                                "parallelism.recompute_layer": recompute,
-                                "optimizer.zero_stage": zero,
-                                "tokens.micro_batch_size": rows,
-                                "tokens.batch_accumulation_per_replica": batch // (rows * dp),
-                            }
-                            other = changed(config, change)
-                            if is_legal(other):
-                                yield change, other
+    sizes = [
+        (num_devices // (tp * pp), tp, pp)
+        for tp in divisors(planner.cluster.per_node)
+        for pp in divisors(num_devices)
+        if pp <= layers and num_devices % (tp * pp) == 0
+    ]
+    for (dp, tp, pp), rows, recompute in product(sizes, MICRO_BATCHES, (False, True)):
+        for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
+            change = {
+                "parallelism.dp": dp,
+                "parallelism.tp": tp,
+                "parallelism.pp": pp,
+                "parallelism.pp_engine": schedule,
+                "parallelism.pp_virtual_stages": chunks,
+                "parallelism.tp_mode": "REDUCE_SCATTER" if tp > 1 else "ALL_REDUCE",
+                "parallelism.recompute_layer": recompute,
+                "optimizer.zero_stage": 1,
+                "tokens.micro_batch_size": rows,
+                "tokens.batch_accumulation_per_replica": batch // (rows * dp),
+            }
+            if batch % (rows * dp) == 0 and is_legal(other := changed(config, change)):
+                yield change, other
