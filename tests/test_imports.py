@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "metrics": {"config", "mesh"},
     "layout": {"config", "mesh", "params", "models", "pipeline", "metrics"},
     "check": {"config", "mesh", "params", "models", "pipeline", "layout", "data", "checkpoint"},
-    "plan": {"config", "mesh", "params", "models", "pipeline", "optim", "metrics", "layout", "step"},
+    "plan": {"config", "mesh", "params", "attention", "models", "pipeline", "optim", "metrics", "layout", "step"},
     "details": {"config", "mesh", "comm", "layout", "pipeline", "optim", "metrics"},
     "step": {"details", "config", "mesh", "comm", "params", "layout", "models", "pipeline", "optim", "checkpoint"},
     "validation": {"mesh", "comm", "step"},
