@@ -8,20 +8,21 @@ import pytest
 
 from nanotron.convert.exporting import export_hf
 from nanotron.generate.source import open_source
-from tests.generate.tiny import training_logits, whole_model
+from tests.generate.tiny import training_logits, whole_model, write_run
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip install -e '.[eval]' to run this")
 REPOSITORY = Path(__file__).parents[2]
 
 
 def test_lm_eval_on_an_export_finds_the_likelihoods_of_our_own_forward(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lm_eval.tasks import TaskManager
 
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    run = write_run(tmp_path, max_position_embeddings=128)  # lm-eval cuts what is longer
     export_hf(str(run), str(tmp_path / "hf"))
     outcome = lm_eval.simple_evaluate(
         model="hf",

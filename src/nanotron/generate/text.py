@@ -45,8 +45,8 @@ class Row:
 
     def __init__(self, prompt: str, tokenizer: Tokenizer) -> None:
         self.prompt, self.ids, self.ended = prompt, list[int](), False
-        self._tokenizer = tokenizer
-        self._unseen, self._decoded = prompt, ""
+        self._tokenizer, self._unseen = tokenizer, prompt
+        self._window, self._shown = 0, 0
 
     def add(self, token: int | None) -> None:
         """Append a token; a character is held back until its last byte has come, or the text has ended."""
@@ -54,14 +54,12 @@ class Row:
             self.end()
             return
         self.ids.append(token)
-        text = self.text
-        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
-            self._show(text)
+        self._show(whole=True)
 
     def end(self) -> None:
         """Nothing more comes."""
         if not self.ended:
-            self._show(self.text)
+            self._show(whole=False)
             self._unseen += "\n"
             self.ended = True
 
@@ -73,12 +71,22 @@ class Row:
     @property
     def text(self) -> str:
         """All that follows the prompt."""
-        decoded: str = self._tokenizer.decode(self.ids)
-        return decoded
+        return self._decode(0, len(self.ids))
 
-    def _show(self, text: str) -> None:
-        self._unseen += text[len(self._decoded) :]
-        self._decoded = text
+    def _show(self, *, whole: bool) -> None:
+        """Add the tokens since ``_shown`` to the text, unless they end inside a character and it must be ``whole``.
+
+        They are decoded with those from ``_window`` on, for a token's text may depend on the one before it.
+        """
+        before, after = self._decode(self._window, self._shown), self._decode(self._window, len(self.ids))
+        if whole and after.endswith("\N{REPLACEMENT CHARACTER}"):
+            return
+        self._unseen += after[len(before) :]
+        self._window, self._shown = self._shown, len(self.ids)
+
+    def _decode(self, lo: int, hi: int) -> str:
+        decoded: str = self._tokenizer.decode(self.ids[lo:hi])
+        return decoded
 
 
 def as_text(prompts: Sequence[str], steps: Steps, tokenizer: Tokenizer) -> Iterator[str]:
