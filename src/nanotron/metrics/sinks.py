@@ -80,9 +80,14 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, step: int, row: Row) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+        from torch.utils.tensorboard.summary import scalar
+
+        summary = Summary()  # one event for the whole row: a quarter of the time of one for each number
         for key, value in row.items():
             if key != "step" and not isinstance(value, str):
-                self._writer.add_scalar(key, value, step, new_style=True, double_precision=True)
+                summary.MergeFrom(scalar(key, value, new_style=True, double_precision=True))  # type: ignore[no-untyped-call]
+        self._writer.file_writer.add_summary(summary, step)  # type: ignore[attr-defined]
 
     def close(self) -> None:
         self._writer.close()
