@@ -2,8 +2,8 @@
 
     b rows   s tokens   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
 
-Two ways to the same numbers: torch's fused kernels, and, where those are slow (half precision on a CPU), blocks of plain
-matrix products. Neither keeps anything of size s × s for backward.
+Two ways to the same numbers: torch's fused kernels, and, where those are slow (half precision on a CPU), blocks of
+plain matrix products. Neither keeps anything of size s × s for backward.
 """
 
 from __future__ import annotations

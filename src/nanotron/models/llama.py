@@ -131,7 +131,7 @@ class Llama(nn.Module):
                 x = checkpoint(block, x, rotary, batch.doc_starts, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rotary, batch.doc_starts, kept)
-            metrics |= self._measured(block.name, x)
+            metrics |= self._measured(str(block.name), x)
         if self.head is None or self.norm is None:
             return x, {}, metrics
         x = rms_norm(x, self.norm, self.config.rms_norm_eps)
