@@ -24,6 +24,15 @@ def test_an_exported_model_says_what_the_checkpoint_says(run: Path, tmp_path: Pa
     assert made(decoder_of(theirs), ids, 8, Sampling()) == made(decoder_of(ours), ids, 8, Sampling())
 
 
+def test_a_checkpoint_may_be_a_url(run: Path) -> None:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.put(f"{run}/", "/run-of-generate/", recursive=True)
+    ours, theirs = open_source(str(run)), open_source("memory://run-of-generate")
+    assert theirs.end == ours.end
+    ids = [ours.encode("import os")]
+    assert made(decoder_of(theirs), ids, 4, Sampling()) == made(decoder_of(ours), ids, 4, Sampling())
+
+
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{tmp_path}/nothing holds no weights that can be read"):
         open_source(f"{tmp_path}/nothing")
