@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,9 @@ from nanotron.config import Config
 from nanotron.data.feed import Feed
 from nanotron.layout import mesh_axes, parameter_specs
 from nanotron.mesh import Mesh
+from nanotron.metrics.sinks import read_rows
 from nanotron.step import Outcome
+from nanotron.trainer import train
 from tests.parity.cases import Case
 from tests.parity.run import config_of, prepare, to_walk
 from tests.parity.test_traffic import Collectives
@@ -123,3 +128,32 @@ def test_the_rank_that_works_longest_is_named(pool: Pool, layout: dict[str, int]
         assert second.details["slowest_rank_ms"] >= slept
         assert second.details["median_rank_ms"] < slept, "others only waited"
         assert second.details["fullest_rank_gib"] > 0
+
+
+def test_a_run_records_what_its_measured_steps_tell(tmp_path: Path) -> None:
+    config = measured(Case(layers=1, steps=2))
+    config = replace(
+        config,
+        general=replace(config.general, run_dir=str(tmp_path)),
+        checkpoints=replace(config.checkpoints, checkpoints_path=str(tmp_path), save_final_state=False),
+        tokens=replace(config.tokens, train_steps=2),
+    )
+    assert train(config, Mesh(), torch.device("cpu")) == 0
+    first, second = read_rows(tmp_path / "metrics.jsonl")
+    assert not any(key.startswith("weight_norm/") for key in first)
+    assert {key for key in second if key.startswith("weight_norm/")} == {
+        f"weight_norm/{name}" for name in parameter_specs(config)
+    }
+
+
+def test_measuring_imports_no_compiler() -> None:
+    script = (
+        "import sys, torch\n"
+        "from nanotron.details import _Waits\n"
+        "before = set(sys.modules)\n"
+        "with _Waits(torch.device('cpu')):\n"
+        "    torch.ones(2).sum()\n"
+        "print(len(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10, "seconds on every rank, in the middle of a run"
