@@ -111,6 +111,24 @@ def test_a_mistake_is_printed_once_by_four_ranks_before_any_of_them_imports_torc
     assert set(worker_codes) == {"2"}
 
 
+def test_a_run_directory_that_cannot_be_written_is_told_once_and_ends_all_ranks(folder: Path) -> None:
+    done = call(folder, *train_command("--override=general.run_dir=tiny.yaml/run"))
+    assert done.returncode == codes.USER_MISTAKE, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "INFO" not in line]
+    assert "tiny.yaml/run (Not a directory)" in line
+    assert "general.run_dir" in line
+
+
+def test_a_failure_that_cannot_be_recorded_is_still_told(folder: Path) -> None:
+    spoil = "import shutil, nanotron.step\ndef step(*_, **__):\n    shutil.rmtree('run'); open('run', 'w')\n"
+    spoil += "    raise ValueError('what really went wrong')\nnanotron.step.Training.step = step"
+    script = driver(folder, spoil)
+    done = call(folder, sys.executable, script, "--config-file", "tiny.yaml", *ONE_RANK)
+    assert done.returncode == codes.OUR_BUG
+    assert done.stderr.splitlines()[-1].startswith("failed first: rank 0")
+    assert done.stderr.splitlines()[-1].endswith("ValueError: what really went wrong")
+
+
 def test_a_missing_config_is_the_users_mistake(folder: Path) -> None:
     done = call(folder, sys.executable, str(ROOT / "run_train.py"), "--config-file", "no.yaml")
     assert done.returncode == codes.USER_MISTAKE

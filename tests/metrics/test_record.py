@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,31 @@ def test_a_loss_that_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
     metrics.log(1, values(1, lm_loss=float("nan")))
     metrics.close()
     assert rows(tmp_path)[0]["lm_loss"] is None
+
+
+def test_a_full_disk_costs_no_row_and_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics = Metrics(config(), Mesh(), tmp_path, device=torch.device("cpu"))
+    metrics.log(1, values(1))
+    written = (tmp_path / "metrics.jsonl").stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (written + 100, hard))  # the next row fits in part
+    try:
+        for step in (2, 3):
+            metrics.log(step, values(step))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    metrics.log(4, values(4))
+    metrics.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4], "what was refused follows when there is room"
+    assert sum("cannot write" in line for line in caplog.messages) == 1, "said once, not at every step"
+
+
+def test_a_line_that_a_crash_destroyed_does_not_keep_the_run_from_going_on(tmp_path: Path) -> None:
+    record(tmp_path, range(1, 3))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b"\0" * 40 + b"\n\xff\n3\n")
+    record(tmp_path, range(3, 5), start_step=2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_the_step_line_shows_the_loss_with_six_digits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,9 +109,9 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
     run_dir = run_directory(config)
     try:
         device, mesh = _set_up(config, place, peers)
+        _describe(run_dir, config, mesh, device, peers)
         record_path(run_dir, place.rank).unlink(missing_ok=True)
         if place.rank == 0:
-            describe_run(run_dir, config, mesh, device)
             for notice in notices:
                 logger.info(notice)
         from nanotron.trainer import train
@@ -156,9 +156,28 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     return device, mesh
 
 
+def _describe(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, peers: Peers) -> None:
+    """Rank 0 writes what describes the run; a folder that it cannot write is the user's mistake, told by all ranks."""
+    problem = ""
+    if mesh.rank == 0:
+        try:
+            describe_run(run_dir, config, mesh, device)
+        except OSError as error:
+            problem = (
+                f"the run directory cannot be written: {error.filename or run_dir} ({error.strerror}); make room, or"
+                " set general.run_dir or checkpoints.checkpoints_path to another folder"
+            )
+    problem = peers.agree_on("run directory", problem)
+    if problem:
+        raise ConfigError(problem)
+
+
 def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:
     """Put a failure on record and let the last line name the rank that failed first. Returns the exit code."""
-    write_failure(run_dir, failure)
+    try:
+        write_failure(run_dir, failure)
+    except OSError as error:  # a full disk may be what failed
+        print(f"rank {failure.rank}'s failure is not on record ({error})", file=sys.stderr)
     if peers.mistake_was_said():
         return codes.USER_MISTAKE
     first = peers.claim(failure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ class Metrics:
         self._recent_seconds: deque[float] = deque(maxlen=20)
         self._peak_flops = _peak_flops(device, str(config.model.dtype))
         self._sinks = _open_sinks(config, run_dir, start_step) if mesh.rank == 0 else []
+        self._failing: set[Sink] = set()
         self._spikes = LossSpikes()
         if mesh.rank == 0:
             for row in read_rows(run_dir / "metrics.jsonl"):  # a resumed run warns as one that never stopped
@@ -55,7 +56,7 @@ class Metrics:
             return
         row = self._row(step, values)
         for sink in self._sinks:
-            sink.write(step, row)
+            self._attempt(sink, lambda sink=sink: sink.write(step, row))  # type: ignore[misc]
         last_step = self._config.tokens.train_steps
         self._recent_seconds.append(float(values["seconds"]))
         if step in (self._first_step, last_step) or step % self._config.logging.iteration_step_info_interval == 0:
@@ -70,7 +71,17 @@ class Metrics:
     def close(self) -> None:
         """Flush and close every sink."""
         for sink in self._sinks:
-            sink.close()
+            self._attempt(sink, sink.close)
+
+    def _attempt(self, sink: Sink, action: Callable[[], None]) -> None:
+        """Have a sink do something; one that cannot, for example on a full disk, says so once, and the run goes on."""
+        try:
+            action()
+            self._failing.discard(sink)
+        except OSError as error:
+            if sink not in self._failing:
+                logger.error(f"{type(sink).__name__} cannot write ({error.strerror or error}); the run goes on")
+            self._failing.add(sink)
 
     def _row(self, step: int, values: Mapping[str, float | int | str]) -> Row:
         seconds, tokens = float(values["seconds"]), int(values["num_tokens"])

@@ -31,19 +31,30 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """``metrics.jsonl`` at full double precision; a number that is not finite becomes null (JSON knows none)."""
+    """``metrics.jsonl`` at full double precision; a number that is not finite becomes null (JSON knows none).
+
+    What a full disk refuses is kept, and written before the next row: no row is lost or cut once there is room again.
+    """
 
     def __init__(self, path: Path, *, start_step: int) -> None:
         keep_steps(path, last=start_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)  # a killed process keeps what was written
+        self._unwritten = b""
 
     def write(self, step: int, row: Row) -> None:
         finite = {key: value if _is_finite(value) else None for key, value in row.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()  # a killed process keeps what was flushed
+        self._unwritten += json.dumps(finite, allow_nan=False).encode() + b"\n"
+        self._write_out()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._write_out()
+        finally:
+            self._file.close()
+
+    def _write_out(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def keep_steps(path: Path, *, last: int) -> None:
@@ -58,13 +69,17 @@ def keep_steps(path: Path, *, last: int) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl in order, without a line that is still being written."""
+    """The rows of a metrics.jsonl in order, without a line that is still being written, or that a crash destroyed."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            rows.append(json.loads(line))
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
     return rows
 
 
