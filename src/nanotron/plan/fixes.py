@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.plan.layouts import Change, changed, is_legal
@@ -11,6 +11,8 @@ from nanotron.plan.predict import Plan, Planner
 
 if TYPE_CHECKING:
     from nanotron.config import Config
+
+TRIALS = 30  # combinations of one size; those that cost no devices come first
 
 
 class Fix(NamedTuple):
@@ -30,7 +32,7 @@ def cheapest_fixes(planner: Planner, config: Config, count: int = 3) -> list[Fix
     single = [change for change in _changes(config) if is_legal(changed(config, change))]
     fixes: list[Fix] = []
     for size in (1, 2, 3):
-        for parts in combinations(single, size):
+        for parts in islice(combinations(single, size), TRIALS):
             merged: dict[str, Any] = {}
             for part in parts:
                 merged |= part
