@@ -73,6 +73,7 @@ def train(
         keep_last_n=checkpoints.keep_last_n,
         keep_every=checkpoints.keep_every,
         copy_to=copy_to,
+        last_complete=start.step or None,
     )
     run = Run(config, mesh, training, feed, metrics, saver, step=start.step)
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanotron.checkpoint.compare import changed_keys
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.resume import (
     agree_resume,
@@ -192,6 +193,35 @@ def test_an_index_that_contradicts_itself_is_damage(tmp_path: Path, before: str,
     checkpoint = open_folder(str(tmp_path / "1"))
     (line,) = damaged_files(checkpoint, read_index(checkpoint))
     assert line.startswith(f"{file} is damaged: the boxes of weight/")
+
+
+@pytest.mark.parametrize("index", [b"\xa5\xff", b"{", b"null", b'{"format": 1}', b""])
+def test_an_index_of_garbage_is_damage_and_never_a_fresh_start(tmp_path: Path, index: bytes) -> None:
+    save_steps(tmp_path, 1, 2)
+    (tmp_path / "2" / "index.json").write_bytes(index)
+    found = agree_resume(str(tmp_path), None)
+    assert found is not None
+    assert found.step == 1
+    assert f"ignoring {tmp_path}/2" in found.notices[0]
+    (tmp_path / "1" / "index.json").write_bytes(index)
+    with pytest.raises(ConfigError, match="no complete, undamaged checkpoint is left"):
+        agree_resume(str(tmp_path), None)
+
+
+@pytest.mark.parametrize("content", [b'{"step": 1', b"\xa5\xff", None])
+def test_damage_of_the_text_files_is_told_in_a_line_when_it_was_not_looked_for(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    save_steps(tmp_path, 1)
+    for name, read in {"state.json": read_state, "config.yaml": lambda path: changed_keys(path, {})}.items():
+        file = tmp_path / "1" / name
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content)
+        elif name == "config.yaml":
+            continue  # may be missing
+        with pytest.raises(ConfigError, match=f"{tmp_path}/1 is damaged: {name} cannot be read"):
+            read(f"{tmp_path}/1")
 
 
 def test_verification_can_be_switched_off(tmp_path: Path) -> None:

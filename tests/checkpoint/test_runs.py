@@ -209,6 +209,16 @@ def test_training_goes_on_through_a_full_disk_and_the_next_save_is_complete(pool
     assert list((tmp_path / "4").iterdir()) == []
 
 
+def test_a_failed_save_of_a_resumed_run_names_the_checkpoint_that_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"checkpoints__checkpoint_interval": 2, "tokens__train_steps": 2}
+    assert run(0, 1, values_of(tmp_path, **changes)) == codes.DONE
+    changes["tokens__train_steps"] = 4
+    assert run_with_a_full_disk(0, 1, values_of(tmp_path, **changes)) == codes.USER_MISTAKE
+    assert any("checkpoint of step 4 failed, the last is 2: rank 0: No space" in line for line in caplog.messages)
+
+
 def count_saves(rank: int, world: int, values: dict[str, Any]) -> list[int]:
     steps: list[int] = []
     plain = Saver.save

@@ -56,6 +56,8 @@ def _document(checkpoint: str, name: str) -> Any:
         return yaml.safe_load(read_text(open_folder(checkpoint), name))
     except FileNotFoundError:
         return None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"checkpoint {checkpoint} is damaged: {name} cannot be read") from error
 
 
 def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:

@@ -107,7 +107,7 @@ class Index:
                 raise Damaged(f"index.json has format {whole['format']!r} {whole['version']}; this reads {VERSION}")
             files = {name: StoredFile(file["size"], file.get("xxh3")) for name, file in whole["files"].items()}
             return Index(whole["step"], files, {key: _tensor(entry) for key, entry in whole["tensors"].items()})
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"index.json does not parse ({type(error).__name__}: {error})") from error
 
 

@@ -45,8 +45,11 @@ def newest_complete(checkpoints_path: str, before: int | None = None) -> str | N
 
 
 def read_state(checkpoint: str) -> dict[str, Any]:
-    """state.json of a checkpoint."""
-    state: dict[str, Any] = json.loads(read_text(open_folder(checkpoint), STATE))
+    """state.json of a checkpoint; raises ConfigError when it is missing or damaged."""
+    try:
+        state: dict[str, Any] = json.loads(read_text(open_folder(checkpoint), STATE))
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"checkpoint {checkpoint} is damaged: {STATE} cannot be read ({error})") from error
     return state
 
 
@@ -62,7 +65,10 @@ def find_resume(checkpoints_path: str, resume_checkpoint_path: str | None, befor
             return None
         if text.lower() not in AUTO:
             return _from_path(open_folder(text), before)
-        found, notices = _newest(open_folder(checkpoints_path), before)
+        folder = open_folder(checkpoints_path)
+        found, notices = _newest(folder, before)
+        if found is None and before is None and complete_steps(folder):  # they were complete once: no fresh start
+            raise ConfigError([*notices, f"no complete, undamaged checkpoint is left in {checkpoints_path}"])
         return Resume(found.path, read_index(found).step, notices) if found else None
     except OSError as error:
         raise ConfigError(

@@ -26,6 +26,8 @@ def read_index(checkpoint: Folder) -> Index:
         return Index.from_json(read_text(checkpoint, INDEX))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged("it has no index.json, so its save was never completed") from error
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{checkpoint.path}: index.json is no text ({error.reason} at byte {error.start})") from error
     except Damaged as error:
         raise Damaged(f"{checkpoint.path}: {error}") from error
 

@@ -86,6 +86,7 @@ class Saver:
     ``store`` is torch.distributed's (None for one process). ``keep_last_n`` complete steps are kept, and those that
     ``keep_every`` divides; None keeps all. A save waits at most ``timeout_s`` for other ranks' files.
     ``copy_to`` is a second folder, such as an object store, that gets every checkpoint once it is complete here.
+    ``last_complete`` is the step that the run goes on from, if it does.
     """
 
     def __init__(
@@ -98,9 +99,10 @@ class Saver:
         keep_last_n: int | None = None,
         keep_every: int | None = None,
         copy_to: str | None = None,
+        last_complete: int | None = None,
         timeout_s: float = 3600.0,
     ) -> None:
-        self.last_complete: int | None = None
+        self.last_complete = last_complete
         self._folder = open_folder(checkpoints_path)
         self._copy = open_folder(copy_to) if copy_to else None
         self._rank, self._world = rank, world
