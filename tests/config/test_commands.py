@@ -115,7 +115,7 @@ def test_every_command_and_option_has_help(command: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_starter_config_is_right_as_it_stands(preset: str, tmp_path: Path) -> None:
-    devices = 64 if preset == "70b" else 8
+    devices = {"70b": 64, "405b": 512}.get(preset, 8)
     ran = nanotron("init", "--preset", preset, "--gpus", str(devices), "-o", "new.yaml", cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert check(tmp_path / "new.yaml", nproc=devices).parallelism.world_size == devices

@@ -81,17 +81,24 @@ def _layout(name: str, preset: Preset, devices: int) -> Layout:
     if name == "tiny":  # fits anywhere; shows every kind of parallelism when there are ranks enough
         tp, pp = (2, 2) if devices % 8 == 0 else (2, 1) if devices % 4 == 0 else (1, 1)
         return Layout(devices // (tp * pp), tp, pp)
-    for pp in (1, 2, 4, 8, 16):
-        for tp in (1, 2, 4, 8):
-            if pp > 1 and tp < min(_NODE, preset.kv_heads):
-                continue  # pipeline only once a node is used up
-            if devices % (tp * pp) == 0 and _bytes(preset, tp, pp, devices) <= _USABLE:
-                return Layout(devices // (tp * pp), tp, pp)
-    least = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128) if _bytes(preset, min(n, 8), max(1, n // 8), n) <= _USABLE)
+    layout = _fitting(preset, devices)
+    if layout is not None:
+        return layout
+    least = next(n for n in (2**i for i in range(16)) if _fitting(preset, n) is not None)
     raise ConfigError(
         f"--gpus {devices}: {name} does not fit on them with {DEVICE_GIB} GiB each;"
         f" use a multiple of {least}, or a smaller --preset"
     )
+
+
+def _fitting(preset: Preset, devices: int) -> Layout | None:
+    """The least model parallelism that fits; a pipeline only once a node is used up."""
+    for pp in (1, 2, 4, 8, 16):
+        for tp in (1, 2, 4, 8):
+            whole_node = pp == 1 or tp >= min(_NODE, preset.kv_heads)
+            if whole_node and devices % (tp * pp) == 0 and _bytes(preset, tp, pp, devices) <= _USABLE:
+                return Layout(devices // (tp * pp), tp, pp)
+    return None
 
 
 def _bytes(preset: Preset, tp: int, pp: int, devices: int) -> float:
