@@ -194,6 +194,18 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(folder: Path, n
     assert len(losses(folder)) == stopped + 1
 
 
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended(folder: Path) -> None:
+    first = start_long_run(folder)
+    wait_for_steps(folder, first)
+    second = call(folder, *train_command())
+    assert second.returncode == codes.USER_MISTAKE, second.stderr
+    assert second.stderr.count("another run is at work in run (process ") == 1, "said once for all ranks"
+    for rank in children(first.pid):
+        os.kill(rank, signal.SIGKILL)
+    first.wait(60)
+    assert call(folder, *train_command()).returncode == codes.DONE, "a killed run leaves nothing behind"
+
+
 def test_a_killed_rank_is_named_in_the_last_line(folder: Path) -> None:
     process = start_long_run(folder)
     os.kill(children(process.pid)[1], signal.SIGKILL)

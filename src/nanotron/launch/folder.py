@@ -5,10 +5,13 @@
   environment.json    machine, versions, layout, threads
   tokenizer.json      (and tokenizer_config.json) when the tokenizer is local
   metrics.jsonl  tensorboard/  traces/  failures/
+  .lock               who is at work here (in the folder of the checkpoints, where that is another)
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import platform
@@ -18,10 +21,11 @@ import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from nanotron.data.probe import tokenizer_name
 from nanotron.data.tokenizer import tokenizer_file
+from nanotron.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +48,33 @@ def run_directory(config: Config) -> Path:
         return Path(config.general.run_dir)
     checkpoints = config.checkpoints.checkpoints_path
     return Path(checkpoints) if "://" not in checkpoints else Path("runs") / config.general.run
+
+
+def claim_folder(config: Config) -> IO[str]:
+    """Keep a second run out of the checkpoints' folder while the returned file is open: each would spoil the other's.
+
+    For remote checkpoints it is the run directory's. The kernel lets go when the process ends, however it ends; where
+    a file system has no locks nobody is kept out. Raises ConfigError when another run is at work there.
+    """
+    path = config.checkpoints.checkpoints_path
+    folder = run_directory(config) if "://" in path else Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / ".lock").open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, it is no child process's too
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return file
+        file.seek(0)
+        with file:
+            raise ConfigError(
+                f"another run is at work in {folder} ({file.read().strip()}); wait until it has ended, or set"
+                " checkpoints.checkpoints_path to another folder"
+            ) from error
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 def describe_run(run_dir: Path, config: Config, mesh: Mesh, device: torch.device) -> None:

@@ -17,12 +17,12 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.launch.failures import STACK_SIGNAL, Failure, failure_of, record_path, write_failure
-from nanotron.launch.folder import describe_run, name_of_run, run_directory
+from nanotron.launch.folder import claim_folder, describe_run, name_of_run, run_directory
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
 from nanotron.logging import get_logger, set_up_logging
@@ -107,9 +107,10 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
     """Set this rank up, train, and end: cleanly, or with a record of what failed."""
     faulthandler.register(STACK_SIGNAL)
     run_dir = run_directory(config)
+    claimed: IO[str] | None = None
     try:
         device, mesh = _set_up(config, place, peers)
-        _describe(run_dir, config, mesh, device, peers)
+        claimed = _open_folder(run_dir, config, mesh, device, peers)
         record_path(run_dir, place.rank).unlink(missing_ok=True)
         if place.rank == 0:
             for notice in notices:
@@ -125,6 +126,9 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
         code = codes.PREEMPTED_UNSAVED
     except Exception as error:
         code = _record_failure(failure_of(error, place.rank), run_dir, peers)
+    finally:
+        if claimed is not None:
+            claimed.close()
     leave(code, place)
     return code
 
@@ -156,12 +160,18 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     return device, mesh
 
 
-def _describe(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, peers: Peers) -> None:
-    """Rank 0 writes what describes the run; a folder that it cannot write is the user's mistake, told by all ranks."""
-    problem = ""
+def _open_folder(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, peers: Peers) -> IO[str] | None:
+    """Rank 0 claims the run's folder and writes what describes the run; what keeps it from that, all ranks tell.
+
+    Returns what holds the claim, on rank 0.
+    """
+    problem, claimed = "", None
     if mesh.rank == 0:
         try:
+            claimed = claim_folder(config)
             describe_run(run_dir, config, mesh, device)
+        except ConfigError as mistake:
+            problem = str(mistake)
         except OSError as error:
             problem = (
                 f"the run directory cannot be written: {error.filename or run_dir} ({error.strerror}); make room, or"
@@ -170,6 +180,7 @@ def _describe(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, p
     problem = peers.agree_on("run directory", problem)
     if problem:
         raise ConfigError(problem)
+    return claimed
 
 
 def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:
