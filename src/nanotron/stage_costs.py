@@ -31,7 +31,9 @@ def given_costs(config: Config, text: str) -> StageCost:
     match = re.fullmatch(r"([\d.]+):([\d.]+):([\d.]+)", text)
     numbers = [float(number) for number in match.groups()] if match else []
     if not numbers or min(numbers) <= 0:
-        raise ConfigError(f"--costs {text}: write F:B:W as three positive numbers, as in 1:1:1, or flops, or profile")
+        raise ConfigError(
+            f"--costs {text}: write F:B:W as three positive numbers, as in 1:1:1, or one of flops, profile, trace"
+        )
     num_chunks = pipeline_schedule(config).num_chunks
     return lambda kind, stage: numbers[KINDS.index(kind)] / num_chunks
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
 from nanotron.layout import pipeline_schedule
-from nanotron.pipeline.custom import find_problems, to_csv
+from nanotron.pipeline.custom import find_problems, is_custom, to_csv
 from nanotron.pipeline.draw import Panel, to_html, to_svg, to_terminal
+from nanotron.pipeline.schedules import SCHEDULE_NAMES
 from nanotron.pipeline.simulate import Peak, simulate
 from nanotron.pipeline.timeline import StageCost, Timeline
 from nanotron.pipeline.trace import costs_of, read_trace, to_chrome
@@ -42,7 +43,9 @@ class Picture:
         elif path.suffix == ".json":
             text = json.dumps(to_chrome([(panel.title, panel.timeline) for panel in self.panels]))
         else:
-            raise ConfigError(f"--output {path}: end the name in .svg, .html or .json (a Chrome trace)")
+            raise ConfigError(
+                f"--output {path}: end the name in .svg, .html, .json (a Chrome trace) or .csv (the schedule)"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 
@@ -101,6 +104,9 @@ def _with_schedule(config: Config, name: str) -> Config:
     layout = config.parallelism
     if name == layout.pp_engine:
         return config
+    if not is_custom(name) and name not in SCHEDULE_NAMES:
+        legal = ", ".join(SCHEDULE_NAMES)
+        raise ConfigError(f"--schedule {name}: not one of {legal}, a .csv file or file.py:function")
     virtual_stages = 2 if name in ("interleaved_1f1b", "zbv") else 1
     problems = find_problems(name, layout.pp, virtual_stages, config.tokens.batch_accumulation_per_replica)
     if problems:

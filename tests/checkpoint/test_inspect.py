@@ -52,6 +52,7 @@ def test_a_folder_of_unfinished_steps_is_recognised_and_said_to_be_so(tmp_path: 
     assert is_checkpoint(str(saved))
     assert is_checkpoint(str(saved / "7"))
     assert not is_checkpoint(str(tmp_path / "absent"))
+    assert not is_checkpoint(str(saved / "7" / "index.json")), "a file is no folder of steps"
     (saved / "7" / "index.json").unlink()
     assert is_checkpoint(str(saved))
     with pytest.raises(ConfigError, match="none of its steps has an index"):

@@ -56,11 +56,13 @@ def test_a_mistake_is_named_exactly(case: dict[str, Any], tmp_path: Path) -> Non
 
 
 def test_a_mistake_in_an_override_names_the_override(tmp_path: Path) -> None:
-    said = problems(tmp_path, RIGHT, ["tokens.train_steps=ten", "parallelism.tp=3", "nonsense", "tokens.x=1"])
+    wrong = ["tokens.train_steps=ten", "parallelism.tp=3", "nonsense", "tokens.x=1", "token.train_steps=2"]
+    said = problems(tmp_path, RIGHT, wrong)
     assert said == [
         "--override nonsense: not of the form section.key=value",
         "--override parallelism.tp=3: parallelism.tp: 3 does not divide model.model_config.num_attention_heads=4;"
         " use 1, 2 or 4",
+        "--override token.train_steps=2: token: unknown section; did you mean tokens?",
         "--override tokens.train_steps=ten: tokens.train_steps: ten is not a whole number",
         "--override tokens.x=1: tokens.x: unknown key of TokensArgs; docs/config.md lists every key",
     ]

@@ -180,8 +180,8 @@ def test_a_new_epoch_is_logged(tmp_path, caplog):
     write_nanoset(tmp_path / "a", [list(range(8 * 4 + 1))])
     with caplog.at_level("INFO", logger="nanotron"):
         global_rows([stage(str(tmp_path / "a"))], 2)
-    assert [record.getMessage().split("has")[1] for record in caplog.records] == [
-        f" been read {n} times and repeats" for n in (1, 2)
+    assert [record.getMessage().split(" is ")[1] for record in caplog.records] == [
+        f"used up; epoch {n} begins" for n in (2, 3)
     ]
 
 

@@ -102,6 +102,14 @@ def test_watch_prints_the_step_lines_of_a_finished_run_and_returns(
     assert "global_batch_size: 32 | lm_loss: 2.50000" in lines[0]
 
 
+def test_watch_of_a_run_beyond_a_shortened_end_has_no_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, steps=5)
+    assert watch(str(tmp_path), plain=True) == codes.DONE
+    assert capsys.readouterr().out.splitlines()[-1].endswith("| eta: 0s")
+
+
 def test_watch_refuses_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no metrics\.jsonl"):
         watch(str(tmp_path))

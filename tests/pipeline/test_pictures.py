@@ -131,6 +131,10 @@ def test_prediction_compares_schedules_on_equal_work(tmp_path: Path) -> None:
         assert (tmp_path / f"picture.{suffix}").stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"end the name in \.svg"):
         picture.write(tmp_path / "picture.png")
+    with pytest.raises(
+        ConfigError, match=r"--schedule zbb: not one of afab, 1f1b, .*, a \.csv file or file\.py:function"
+    ):
+        predict(config(), costs="1:1:1", schedules=["zbb"])
 
 
 def test_flops_make_a_stage_with_more_layers_dearer() -> None:

@@ -37,9 +37,13 @@ def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_co
 
 
 def changed_keys(checkpoint: str, config: Mapping[str, Any]) -> list[str]:
-    """One line per key of the run's config that is not what it was in the checkpoint's; all of them may change."""
+    """One line per key of the run's config that is not what it was in the checkpoint's; all of them may change.
+
+    The run's name is left out: by default it has the time of the start in it.
+    """
     saved = _document(checkpoint, CONFIG)
-    return [] if saved is None else differences(saved, config)
+    lines = [] if saved is None else differences(saved, config)
+    return [line for line in lines if not line.startswith("general.run was ")]
 
 
 def _weight_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:

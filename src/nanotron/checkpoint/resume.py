@@ -190,7 +190,7 @@ def _from_path(folder: Folder, before: int | None) -> Resume:
 
 def _why_no_checkpoint(folder: Folder, names: list[str]) -> str:
     if not names:
-        return "there is no such folder, or it is empty"
+        return "there is no such folder, or it is empty; name a step or a folder of steps, or use auto for the newest"
     for file, what in OTHER_FORMATS.items():
         if file in names:
             return f"this is {what}, which has no training state for us; take its weights with model.init_method.path"

@@ -81,10 +81,10 @@ class LocalFolder:
         return type(self)(f"{self.path}/{name}")
 
     def names(self) -> list[str]:
-        """Files and folders in it; none when it does not exist."""
+        """Files and folders in it; none when it does not exist or is a file."""
         try:
             return sorted(os.listdir(self.path))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def make(self) -> None:

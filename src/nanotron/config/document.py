@@ -61,7 +61,10 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
     def place_of(self, path: Path) -> Place:
-        """Return where a key, or else the nearest mapping around it, was written."""
+        """Return where a key, or else a key in it (by an override), or else the nearest mapping around it was written."""
+        inside = [known for known in self.places if path and known[: len(path)] == path]
+        if inside and path not in self.places:
+            return self.places[inside[0]]
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]

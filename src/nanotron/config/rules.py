@@ -212,7 +212,10 @@ def _decay_fits(config: Config) -> Findings:
 def _lowest_lr_is_lower(config: Config) -> Findings:
     scheduler = config.optimizer.learning_rate_scheduler
     if scheduler.min_decay_lr > scheduler.learning_rate:
-        yield f"{SCHEDULER}.min_decay_lr", f"{scheduler.min_decay_lr} is above learning_rate={scheduler.learning_rate}"
+        yield (
+            f"{SCHEDULER}.min_decay_lr",
+            f"{scheduler.min_decay_lr} is above learning_rate={scheduler.learning_rate}; use at most that",
+        )
 
 
 @rule("profiler", TRAIN_STEPS)

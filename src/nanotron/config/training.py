@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic_core import PydanticKnownError
 
 from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, fill, key, required, section
 
@@ -26,7 +27,9 @@ class TokensArgs:
 
 def _optimizer_name(canonical: str) -> BeforeValidator:
     def accept_any_case(value: Any) -> Any:
-        return canonical if isinstance(value, str) and value.lower() == canonical.lower() else value
+        if isinstance(value, str) and value.lower() == canonical.lower():
+            return canonical
+        raise PydanticKnownError("literal_error", {"expected": "'adamW' or 'sgd'"})
 
     return BeforeValidator(accept_any_case)
 

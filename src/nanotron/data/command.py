@@ -40,7 +40,6 @@ def run_tokenize(
     job = Job(inputs, output, tokenizer, train_bpe, eos, append_eos, column, hub or HubDataset(), workers)
     summary = tokenize(job)
     resumed = f", {summary.resumed_shards} of them from before" if summary.resumed_shards else ""
-    print(
-        f"{output}: {human_format(summary.documents)} documents, {human_format(summary.tokens)} tokens "
-        f"in {summary.shards} shards{resumed}"
-    )
+    documents = f"{human_format(summary.documents)} document{'s' if summary.documents != 1 else ''}"
+    shards = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
+    print(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}")

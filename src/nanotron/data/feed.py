@@ -243,7 +243,7 @@ class Feed:
         before, after = scheduled.stage.epochs(first), scheduled.stage.epochs(self.consumed[scheduled.name])
         for source, old, new in zip(scheduled.stage.sources, before, after, strict=True):
             if new > old:
-                logger.info(f"stage {scheduled.name!r}: {source.name} has been read {new} times and repeats")
+                logger.info(f"stage {scheduled.name!r}: {source.name} is used up; epoch {new + 1} begins")
 
     def _log_shares(self) -> None:
         for scheduled in self._stages:

@@ -131,7 +131,7 @@ def _print_steps(tail: Tail, train_steps: int) -> None:
     while step < train_steps:
         for row in tail.read():
             step, tokens = row["step"], row["tokens_per_sec"] * row["time_per_iteration_ms"] / 1e3
-            eta = (train_steps - step) * row["time_per_iteration_ms"] / 1e3
+            eta = max(0, train_steps - step) * row["time_per_iteration_ms"] / 1e3
             print(step_line(row, train_steps=train_steps, batch_tokens=round(tokens), eta=eta), flush=True)
         time.sleep(0.2)
 
