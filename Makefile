@@ -2,6 +2,7 @@
 # make test    all tests            make lint    ruff and mypy           make parity  every layout against one process
 # make torture a run killed 48 times, which must end bit for bit like one that was not
 # make setup   only .venv           make lock    pin new versions (needs uv)
+# make reference   docs/config.md, the compatibility table and the schema, written anew from the config's declarations
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +11,7 @@ CONFIG := examples/config_tiny_llama.yaml
 RUN := runs/tiny_llama
 PROMPT := import os
 
-.PHONY: train test lint parity torture setup lock
+.PHONY: train test lint parity torture setup lock reference
 .DEFAULT_GOAL := train
 
 setup: $(STAMP)
@@ -40,6 +41,9 @@ parity: setup
 
 torture: setup
 	$(BIN)/python -m tests.checkpoint.torture 8
+
+reference: setup
+	$(BIN)/python tools/write_reference.py
 
 lock:
 	uv pip compile -q --universal --python-version 3.10 --extra dev --no-header --no-annotate --no-emit-index-url \
