@@ -61,7 +61,7 @@ class Document:
     problems: list[Problem] = field(default_factory=list)
 
     def place_of(self, path: Path) -> Place:
-        """Return where a key, or else a key in it (by an override), or else the nearest mapping around it was written."""
+        """Return where a key, or else one inside it (an override's), or else the mapping around it was written."""
         inside = [known for known in self.places if path and known[: len(path)] == path]
         if inside and path not in self.places:
             return self.places[inside[0]]

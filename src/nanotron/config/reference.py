@@ -99,6 +99,8 @@ def _default(info: FieldInfo) -> str:
         return "**required**"
     if info.default_factory is not None:
         value = info.default_factory()  # type: ignore[call-arg]
+        if value == {}:
+            return "`{}`"
         return "all defaults" if is_section(value) else f"`{show(value)}`"
     return f"`{show(info.default)}`"
 
