@@ -135,10 +135,10 @@ class Run:
             outcomes = self._read(keep=0 if self._reads_now() else 1)
             if any(outcome.save or outcome.stop for outcome in outcomes):
                 outcomes += self._read()
-            finite = all(outcome.finite for outcome in outcomes)
-            if not finite and self.config.optimizer.on_nan == "stop":
+            if not all(outcome.finite for outcome in outcomes) and self.config.optimizer.on_nan == "stop":
                 return self._stopped_by_nan()
-            if finite and (self._save_is_due() or any(outcome.save for outcome in outcomes)):
+            wanted = self._save_is_due() or any(outcome.save for outcome in outcomes)
+            if wanted and outcomes[-1].finite:  # this step's own: it has been read when a save is wanted
                 self._save()
             if any(outcome.stop for outcome in outcomes):
                 return self._end(preempted=True)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
+import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from nanotron.config import get_config_from_dict
 from nanotron.data.prepare import prepare_data
 from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.launch import codes
+from nanotron.step import ControlWord, Outcome
 from tests.checkpoint.runs import different, metrics_of, run, save_again, tensors_of, values_of
 from tests.convert.models import save_hugging_face
 
@@ -217,6 +221,23 @@ def test_a_failed_save_of_a_resumed_run_names_the_checkpoint_that_stands(
     changes["tokens__train_steps"] = 4
     assert run_with_a_full_disk(0, 1, values_of(tmp_path, **changes)) == codes.USER_MISTAKE
     assert any("checkpoint of step 4 failed, the last is 2: rank 0: No space" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("interval", [1, 8])
+def test_a_step_left_out_for_nan_is_not_saved_and_the_next_is_however_late_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int
+) -> None:
+    read, steps = ControlWord.read, itertools.count(1)
+
+    def spoiled(word: ControlWord) -> Outcome:
+        outcome = read(word)
+        return replace(outcome, grad_norm=math.nan) if next(steps) in (3, 6) else outcome
+
+    monkeypatch.setattr(ControlWord, "read", spoiled)
+    values = values_of(tmp_path, optimizer__on_nan="skip", checkpoints__checkpoint_interval=2)
+    values["logging"] = {"iteration_step_info_interval": interval}
+    assert run(0, 1, values) == codes.DONE
+    assert [step for step in range(1, 9) if (tmp_path / f"{step}/index.json").exists()] == [2, 4, 8]
 
 
 def count_saves(rank: int, world: int, values: dict[str, Any]) -> list[int]:
