@@ -6,6 +6,8 @@
         data:
           dataset: {python: "examples/custom_data.py:counting", arguments: {step: 3}}
 
+Token ids come with no tokenizer that could tell their number: set `model.model_config.vocab_size: 256` too.
+
 Give either kind. A *stream* is read in order, once per replica, and its position is saved with every checkpoint. *Rows*
 can be asked for by number, so they are shuffled anew every epoch and cost nothing to resume.
 """

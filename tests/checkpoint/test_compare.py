@@ -11,6 +11,7 @@ from nanotron.checkpoint.compare import changed_keys, check_data, check_model, d
 from nanotron.errors import ConfigError
 from tests.checkpoint.test_resume import save_steps
 
+FIX = "; put model.model_config back, or give this model its own checkpoints.checkpoints_path"
 HEADS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -27,7 +28,7 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
         check_model(f"{tmp_path}/1", {"w": (4, 3), "head.weight": (8, 2)}, HEADS)
     assert [line.split(" is of another model: ")[1] for line in caught.value.problems] == [
         "w was [4, 2] in the checkpoint and is [4, 3] now",
-        "head.weight is [8, 2] now and absent in the checkpoint",
+        "head.weight is [8, 2] now and absent in the checkpoint" + FIX,
     ]
 
 
@@ -39,7 +40,7 @@ def test_a_model_of_the_same_shapes_and_other_heads_is_refused(tmp_path: Path) -
         check_model(f"{tmp_path}/1", {"w": (4, 2)}, {**HEADS, "num_attention_heads": 8, "rope_interleaved": True})
     assert [line.split(" is of another model: ")[1] for line in caught.value.problems] == [
         "model.model_config.num_attention_heads was 4 in the checkpoint and is 8 now",
-        "model.model_config.rope_interleaved was false in the checkpoint and is true now",
+        "model.model_config.rope_interleaved was false in the checkpoint and is true now" + FIX,
     ]
 
 

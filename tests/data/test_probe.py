@@ -54,6 +54,9 @@ def test_the_vocabulary_comes_from_the_config_then_from_the_tokenizer(nanoset):
     unknown = make_config(model_config={"vocab_size": None}, data_stages=[stage(str(nanoset))])
     with pytest.raises(ConfigError, match="set vocab_size or tokenizer_name_or_path"):
         model_vocab_size(unknown)
+    no_tokenizer = {"tokenizer_name_or_path": str(nanoset)}
+    unusable = make_config(model_config={"vocab_size": None}, data_stages=[stage(str(nanoset))], tokenizer=no_tokenizer)
+    assert [problem.path for problem in probe_stages(unusable)] == [("tokenizer", "tokenizer_name_or_path")]
     (line,) = [str(problem) for problem in probe_stages(make_config(model_config={"vocab_size": 4000}))]
     assert line == (
         "model.model_config.vocab_size: 4000 is smaller than the tokenizer's vocabulary of 4096; set at least 4096"

@@ -33,6 +33,7 @@ def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_co
         lines += differences({key: saved.get(key) for key in FIXED}, now, "model.model_config")
     if lines:
         shown = lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
+        shown[-1] += "; put model.model_config back, or give this model its own checkpoints.checkpoints_path"
         raise ConfigError([f"checkpoint {checkpoint} is of another model: {line}" for line in shown])
 
 

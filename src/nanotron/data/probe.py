@@ -52,11 +52,11 @@ def probe_stages(config: Config) -> list[DataProblem]:
                 problems.append(DataProblem(("tokenizer", "tokenizer_name_or_path"), text))
     problems += _validation_problems(config)
     try:
-        size = model_vocab_size(config)
+        size, data_size = model_vocab_size(config), tokenizer_vocab_size(config)
     except ConfigError as error:
-        problems.append(DataProblem(("model", "model_config", "vocab_size"), str(error)))
-        return problems
-    data_size = tokenizer_vocab_size(config)
+        if config.tokenizer.tokenizer_name_or_path is not None:
+            return [*problems, DataProblem(("tokenizer", "tokenizer_name_or_path"), str(error))]
+        return [*problems, DataProblem(("model", "model_config", "vocab_size"), str(error))]
     if data_size is not None and data_size > size:
         text = f"{size} is smaller than the tokenizer's vocabulary of {data_size}; set at least {data_size}"
         problems.append(DataProblem(("model", "model_config", "vocab_size"), text))
