@@ -265,7 +265,8 @@ def test_the_command_tokenizes_in_parallel_and_says_the_totals(tmp_path):
 def test_the_command_answers_mistakes_with_one_line(tmp_path):
     for arguments, line in [
         ([], "name at least one input and --output FOLDER, or use --stdlib for the embedded corpus\n"),
-        (["x", "--output", "o"], "give either a tokenizer or the size of a BPE to train, not both and not neither\n"),
+        (["x", "--output", "o"], "give one of --tokenizer NAME and --train-bpe SIZE, not both and not neither\n"),
+        (["absent.txt", "--output", "o", "--train-bpe", 400], "'absent.txt': no such file\n"),
         (["*.jsonl", "--output", "o", "--train-bpe", 400], "no file matches '*.jsonl'\n"),
     ]:
         done = run("-m", "nanotron.cli", "tokenize", *arguments, folder=tmp_path)

@@ -89,7 +89,7 @@ class _Shard:
 def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
     """Tokenize everything that is not yet tokenized and return the totals of the folder."""
     if (job.tokenizer is None) == (job.train_bpe is None):
-        raise ConfigError("give either a tokenizer or the size of a BPE to train, not both and not neither")
+        raise ConfigError("give one of --tokenizer NAME and --train-bpe SIZE, not both and not neither")
     pieces = find_pieces(job.inputs, job.hub, piece_size=job.shard_bytes)
     groups = list(_group(pieces, job.shard_bytes))
     os.makedirs(os.path.join(job.output, ".tokenize"), exist_ok=True)
