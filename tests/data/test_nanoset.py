@@ -102,6 +102,8 @@ def corrupt(path, how):
         path.write_bytes(path.read_bytes()[:-1])
     elif how == "short":
         path.write_bytes(path.read_bytes()[:-2])
+    elif how == "long":
+        path.write_bytes(path.read_bytes() + b"ab")
     elif how == "index":
         index = path.with_name(path.name + ".index")
         index.write_bytes(index.read_bytes()[:-8])
@@ -119,6 +121,7 @@ def corrupt(path, how):
     [
         ("odd", r"00000_unshuffled.ds: 11 bytes .* truncated after token 5"),
         ("short", r"holds 5 tokens but .*metadata says 6; the file is truncated at byte 10"),
+        ("long", r"holds 7 tokens but .*metadata says 6; the file should end at byte 12"),
         ("index", r"index: the last document ends at token 4 \(byte 8\) but .* holds 6"),
         ("index bytes", r"index: 21 bytes are not .* truncated at document 2"),
         ("metadata", r"00000_unshuffled.ds.metadata must start with two lines"),

@@ -190,9 +190,12 @@ def open_nanoset_file(path: str, *, token_bytes: int | None = None) -> NanosetFi
         raise ConfigError(f"{path}.metadata is missing; set dataset.token_size_in_bytes to 2 or 4")
     file = NanosetFile(path, token_bytes=size)
     if metadata and metadata.num_tokens != file.num_tokens:
+        end = f"is truncated at byte {file.num_tokens * size}"
+        if file.num_tokens > metadata.num_tokens:
+            end = f"should end at byte {metadata.num_tokens * size}"
         raise ConfigError(
             f"{path}: holds {file.num_tokens} tokens but {path}.metadata says {metadata.num_tokens}; "
-            f"the file is truncated at byte {file.num_tokens * size}, write it again"
+            f"the file {end}, write it again"
         )
     if metadata is None and file.num_tokens == 0:
         raise ConfigError(f"{path} is empty; remove it or write it again")
