@@ -22,6 +22,7 @@ from nanotron.checkpoint.write import Saver
 from nanotron.config import get_config_from_dict
 from nanotron.data.prepare import prepare_data
 from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
+from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.step import ControlWord, Outcome
 from tests.checkpoint.runs import different, metrics_of, run, save_again, tensors_of, values_of
@@ -238,6 +239,16 @@ def test_a_step_left_out_for_nan_is_not_saved_and_the_next_is_however_late_it_is
     values["logging"] = {"iteration_step_info_interval": interval}
     assert run(0, 1, values) == codes.DONE
     assert [step for step in range(1, 9) if (tmp_path / f"{step}/index.json").exists()] == [2, 4, 8]
+
+
+def test_another_optimizers_checkpoint_is_refused_in_a_line_per_kind_that_names_the_key(tmp_path: Path) -> None:
+    values = values_of(tmp_path, tokens__train_steps=4, optimizer__optimizer_factory={"name": "sgd"})
+    assert run(0, 1, values) == codes.DONE
+    with pytest.raises(ConfigError) as caught:
+        run(0, 1, values_of(tmp_path))
+    assert [line.split(",")[0].rsplit(" ", 1)[-1] for line in caught.value.problems] == ["exp_avg", "exp_avg_sq"]
+    assert all("checkpoints.load_optimizer: false" in line for line in caught.value.problems)
+    assert run(0, 1, values_of(tmp_path, checkpoints__load_optimizer=False)) == codes.DONE
 
 
 def count_saves(rank: int, world: int, values: dict[str, Any]) -> list[int]:

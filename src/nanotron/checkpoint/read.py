@@ -68,16 +68,26 @@ def fill(tensors: Tensors, pieces: Iterable[Piece]) -> None:
         kind = source_kind(tensors, piece)
         found = tensors.shape(kind, piece.name)
         if found is None:
-            problems.append(f"it has no {piece.kind} of {piece.name}")
+            problems.append(_missing(piece))
         elif found != piece.shape:
             problems.append(f"{piece.name} has shape {list(found)} there, and {list(piece.shape)} in this run")
         else:
             plan.append((piece, kind))
     if problems:
-        raise ConfigError([f"the checkpoint does not fit this run: {line}" for line in shorten(problems)])
+        lines = shorten(list(dict.fromkeys(problems)))  # a weight is several pieces
+        raise ConfigError([f"the checkpoint does not fit this run: {line}" for line in lines])
     with torch.no_grad():
         for piece, kind in plan:
             tensors.read_into(piece.tensor, kind, piece.name, piece.box)
+
+
+def _missing(piece: Piece) -> str:
+    if piece.kind in {"weight", "master"}:
+        return f"it has no {piece.kind} of {piece.name}"
+    return (
+        f"it has no {piece.kind}, being another optimizer's or imported; continue with that optimizer, or with"
+        " checkpoints.load_optimizer: false"
+    )
 
 
 def source_kind(tensors: Tensors, piece: Piece) -> str:
