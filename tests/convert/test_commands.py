@@ -60,6 +60,9 @@ def test_inspect_shows_the_import_and_refuses_what_is_none(folder: Path) -> None
         (["import-hf", "absent", "again"], "absent holds no weights that can be read: looked for"),
         (["export-hf", "hf", "again"], "hf is a folder of Hugging Face; only a checkpoint of ours can be exported"),
         (["export-hf", "ours", "again", "--dtype", "int8"], "--dtype int8 is not one of float64, float32, bfloat16"),
+        (["import-hf", "hf", "ours"], "ours: exists already and is not empty; name another folder, or delete it"),
+        (["export-hf", "ours", "hf"], "hf: exists already and is not empty; name another folder, or delete it"),
+        (["export-hf", "ours", "hf/config.json"], "hf/config.json: exists already and is not empty; name another"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], line: str) -> None:

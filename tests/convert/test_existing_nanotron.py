@@ -104,8 +104,8 @@ def slices(dims: int, dim: int, start: int, size: int) -> str:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_weights_are_imported_whatever_their_layout(tmp_path: Path, tp: int, values: dict[str, object]) -> None:
     ours = write_existing(tmp_path / "old" / "100", values, tp)
-    for source in ("old", "old/100"):
-        checkpoint = import_weights(str(tmp_path / source), str(tmp_path / "ours"))
+    for source, target in (("old", "first"), ("old/100", "second")):
+        checkpoint = import_weights(str(tmp_path / source), str(tmp_path / target))
         pieces = weight_pieces(read_model_config(checkpoint))
         load(checkpoint, pieces)
         assert [piece.name for piece in pieces if not torch.equal(piece.tensor, ours[piece.name])] == []

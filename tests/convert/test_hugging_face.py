@@ -182,6 +182,20 @@ def test_tokenizer_files_travel_and_open_in_transformers(tmp_path: Path) -> None
     assert AutoTokenizer.from_pretrained(tmp_path / "back").encode("b a c") == [1, 0, 2]
 
 
+def test_the_tokens_that_begin_and_end_a_text_are_the_tokenizers_where_it_names_them(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    save_hugging_face("llama", tmp_path / "hf")
+    Tokenizer(models.WordLevel({"</s>": 0, "b": 1, "c": 2, "<s>": 3})).save(str(tmp_path / "hf" / "tokenizer.json"))
+    found = []
+    for name, named in [("end", {"eos_token": "</s>"}), ("both", {"bos_token": {"content": "<s>"}, "eos_token": "b"})]:
+        (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(named))
+        export_hf(import_weights(str(tmp_path / "hf"), str(tmp_path / f"{name}-ours")), str(tmp_path / name))
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        found.append((config["bos_token_id"], config["eos_token_id"]))
+    assert found == [(1, 0), (3, 1)], "the model's own are 1 and 2"
+
+
 def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
     save_hugging_face("llama", tmp_path / "hf")
     (notice,) = export_hf(import_weights(str(tmp_path / "hf"), str(tmp_path / "ours")), str(tmp_path / "back"))

@@ -17,7 +17,7 @@ from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import DTYPES, CheckpointTensors, source_kind
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
 from nanotron.checkpoint.verify import damaged_files
-from nanotron.convert.importing import DTYPE_NAMES, read_model_config
+from nanotron.convert.importing import DTYPE_NAMES, new_folder, read_model_config
 from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import OURS, half_split, kind_of
 from nanotron.convert.tokenizer import copy_tokenizer, read_tokenizer
@@ -33,7 +33,8 @@ def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_sha
     """Write a checkpoint (a step, or the newest of a folder of steps) as a Hugging Face model; returns notices.
 
     ``dtype``: one of EXPORT_DTYPES; None keeps the weights' own. A wider one than theirs is taken from the masters.
-    Raises ConfigError for a damaged checkpoint, and for what the Hugging Face family cannot express.
+    Raises ConfigError for a target that is not empty, for a damaged checkpoint, and for what the Hugging Face family
+    cannot express.
     """
     found = kind_of(checkpoint)
     if found.kind != OURS:
@@ -46,25 +47,31 @@ def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_sha
             raise ConfigError(f"{found.path}: its weight {name} is not what its model_config.json describes")
     chosen = _dtype(dtype) if dtype else tensors.dtype("weight", next(iter(specs)))
     theirs = hf_config(config, str(chosen).removeprefix("torch."))
-    out = open_folder(target)
-    out.make()
+    out = new_folder(target)
     parts = hugging_face_parts(config, specs)
     planned = [
         _plan(tensors, name, specs[name].shape, part, chosen, config.head_dim) for name in specs for part in parts[name]
     ]
     _write_weights(out, planned, max_shard_bytes)
-    out.write("config.json", [(json.dumps(theirs, indent=2) + "\n").encode()])
-    if _write_tokenizer(open_folder(found.path), out):
-        _write_generation_config(out)
+    copied = _write_tokenizer(open_folder(found.path), out)
+    out.write("config.json", [(json.dumps(theirs | _ends_of_texts(out), indent=2) + "\n").encode()])
+    if copied:
         return []
     return [f"no tokenizer was found in {found.path}, its parent, or its config.yaml: {target} has none"]
 
 
-def _write_generation_config(out: Folder) -> None:
-    """Let transformers end a text at the tokenizer's own end token, as ``nanotron generate`` does."""
+def _ends_of_texts(out: Folder) -> dict[str, int]:
+    """The tokens that begin and end a text, where the tokenizer in the folder names them: they outrank the model's.
+
+    An end also goes to generation_config.json: transformers ends a text at it, as ``nanotron generate`` does.
+    """
     found = read_tokenizer(out)
-    if found is not None and found.end is not None:
+    if found is None:
+        return {}
+    if found.end is not None:
         out.write("generation_config.json", [(json.dumps({"eos_token_id": found.end}, indent=2) + "\n").encode()])
+    named = {"bos_token_id": found.begin, "eos_token_id": found.end}
+    return {key: token for key, token in named.items() if token is not None}
 
 
 def _verified(path: str) -> CheckpointTensors:

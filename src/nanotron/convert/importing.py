@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from nanotron.checkpoint.commit import write_index
 from nanotron.checkpoint.format import STATE, key_of, shard_name
 from nanotron.checkpoint.read import DTYPES, Tensors
-from nanotron.checkpoint.retention import delete_step
-from nanotron.checkpoint.storage import open_folder, read_text
+from nanotron.checkpoint.storage import Folder, open_folder, read_text
 from nanotron.config import Config, GeneralArgs, LRSchedulerArgs, ModelArgs, OptimizerArgs, TokensArgs
 from nanotron.config.document import dump
 from nanotron.config.keys import dotted, status_of, walk
@@ -43,9 +43,8 @@ def import_weights(source: str, target: str, *, step: int = 0, max_shard_bytes: 
         raise ConfigError(f"{source} is a checkpoint of ours already; nothing needs importing")
     config = read_model_config(found.path)
     tensors = open_weights(found.path, config)
-    folder = open_folder(target).join(str(step))
+    folder = new_folder(target).join(str(step))
     folder.make()
-    delete_step(folder)
     planned = [_plan(spec, tensors) for spec in llama_specs(config).values()]
     groups = split_by_size(planned, max_shard_bytes)
     reports = []
@@ -63,6 +62,15 @@ def import_weights(source: str, target: str, *, step: int = 0, max_shard_bytes: 
     }
     write_index(step, folder, documents, reports)
     return folder.path
+
+
+def new_folder(target: str) -> Folder:
+    """Make the folder that a model is written into; raises ConfigError when something lies there."""
+    folder = open_folder(target)
+    if os.path.isfile(target) or folder.names():
+        raise ConfigError(f"{target}: exists already and is not empty; name another folder, or delete it")
+    folder.make()
+    return folder
 
 
 def _plan(spec: ParamSpec, tensors: Tensors) -> Planned:

@@ -39,9 +39,10 @@ def copy_tokenizer(source: Folder, target: Folder) -> list[str]:
 
 
 class FoundTokenizer(NamedTuple):
-    """A tokenizer, and the id of the token that it says ends a text."""
+    """A tokenizer, and the ids of the tokens that it says begin and end a text."""
 
     tokenizer: Tokenizer
+    begin: int | None
     end: int | None
 
 
@@ -57,7 +58,9 @@ def read_tokenizer(folder: Folder) -> FoundTokenizer | None:
     except Exception as error:  # the library raises bare Exception for what it cannot parse
         raise ConfigError(f"{folder.path}/tokenizer.json is not a tokenizer: {error}") from None
     if "tokenizer_config.json" not in names:
-        return FoundTokenizer(tokenizer, None)
-    end = json.loads(read_text(folder, "tokenizer_config.json")).get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end
-    return FoundTokenizer(tokenizer, None if end is None else tokenizer.token_to_id(end))
+        return FoundTokenizer(tokenizer, None, None)
+    settings = json.loads(read_text(folder, "tokenizer_config.json"))
+    tokens = [settings.get(name) for name in ("bos_token", "eos_token")]
+    contents = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+    begin, end = (None if content is None else tokenizer.token_to_id(content) for content in contents)
+    return FoundTokenizer(tokenizer, begin, end)

@@ -89,7 +89,7 @@ def _tokenizer(path: str, config: Config) -> tuple[Tokenizer, int | None]:
     for folder in (path, parent):
         found = read_tokenizer(open_folder(folder))
         if found is not None:
-            return found
+            return found.tokenizer, found.end
     name = tokenizer_name(config)
     if name is None:
         raise ConfigError(f"no tokenizer.json in {path} or {parent}, and the config names none; put one there")
