@@ -63,6 +63,32 @@ def test_the_vocabulary_comes_from_the_config_then_from_the_tokenizer(nanoset):
     )
 
 
+def test_a_tokenizer_folder_without_one_is_a_problem_whatever_tells_the_vocabulary(nanoset, tmp_path):
+    (tmp_path / "empty").mkdir()
+    config = make_config(tokenizer={"tokenizer_name_or_path": str(tmp_path / "empty")})
+    assert config.model.model_config.vocab_size is not None
+    (line,) = [str(problem) for problem in probe_stages(config)]
+    assert line.startswith(f"tokenizer.tokenizer_name_or_path: {tmp_path / 'empty'} holds no tokenizer.json; name a")
+
+
+def test_a_function_that_the_users_file_lacks_is_a_problem_and_the_file_is_not_run(tmp_path):
+    path = tmp_path / "own.py"
+
+    def problem(reference, code="from os import sep as cut\ndef rows(): ...\nloop = rows\nraise SystemExit"):
+        path.write_text(code)
+        dataset = {"python": reference}
+        stages = [{"name": "a", "start_training_step": 1, "data": {"dataset": dataset}}]
+        return [str(problem) for problem in probe_stages(make_config(data_stages=stages))]
+
+    assert problem(f"{path}:rows") == problem(f"{path}:loop") == problem(f"{path}:cut") == []
+    assert problem(f"{path}:anything", "from elsewhere import *") == []
+    key = f"data_stages[0].data.dataset.python: {path}:row"
+    assert problem(f"{path}:row") == [f"{key} is refused: {path} has no function row; name one of rows"]
+    assert problem(f"{path}:row", "") == [f"{key} is refused: {path} has no function row; define it there"]
+    (line,) = problem(f"{path}:row", "def row(:")
+    assert line.startswith(f"{key} cannot be read: {path} is not Python (")
+
+
 def test_probing_imports_neither_torch_nor_transformers(nanoset):
     script = (
         "import sys\nfrom nanotron.config import get_config_from_dict\nfrom nanotron.data.probe import probe_stages\n"

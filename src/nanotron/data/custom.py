@@ -8,6 +8,7 @@ __len__ and __getitem__ whose items are rows of sequence_length + 1 token ids, r
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
@@ -43,6 +44,39 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"python: {place} has no function {name!r}")
     return function  # type: ignore[no-any-return]
+
+
+def reference_problem(reference: str) -> str | None:
+    """Why `load_function` would refuse a reference, as far as can be told without running the user's code."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        return f"{reference} is not of the form file.py:function or module:function; write it so"
+    if not place.endswith(".py"):
+        return None
+    if not os.path.isfile(place):
+        return f"{reference} names no file; give the path of one that exists, from the working directory"
+    try:
+        tree = ast.parse(Path(place).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        return f"{reference} cannot be read: {place} is not Python ({error}); correct the file"
+    if name in _names_in(tree) or "*" in _names_in(tree):
+        return None
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    fix = f"name one of {', '.join(functions)}" if functions else "define it there"
+    return f"{reference} is refused: {place} has no function {name}; {fix}"
+
+
+def _names_in(tree: ast.Module) -> set[str]:
+    """Every name that a file's code may bind at its top level, `*` for those of a star import; rather too many."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
 
 
 def is_indexed(data: object) -> bool:

@@ -18,6 +18,7 @@ from nanotron.config import (
 from nanotron.config.data import AnyDataset
 from nanotron.data.blend import round_weights
 from nanotron.data.corpus import VOCAB_SIZE
+from nanotron.data.custom import reference_problem
 from nanotron.data.nanoset import NanosetFile, find_nanoset_files, read_metadata
 from nanotron.data.token_files import open_token_files
 from nanotron.data.tokenizer import load_tokenizer, tokenizer_file, vocab_size
@@ -94,10 +95,8 @@ def _dataset_problems(dataset: AnyDataset | None, sequence_length: int) -> Itera
         yield from _folder_problems(dataset, sequence_length)
     if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs) and find_spec("datasets") is None:
         yield ("hf_dataset_or_datasets",), "reading Hugging Face data sets needs a package: pip install datasets"
-    if isinstance(dataset, CustomDatasetArgs):
-        place = dataset.python.rpartition(":")[0]
-        if not place or (place.endswith(".py") and not os.path.isfile(place)):
-            yield ("python",), f"{dataset.python!r} names no file.py:function or module:function that exists"
+    if isinstance(dataset, CustomDatasetArgs) and (problem := reference_problem(dataset.python)):
+        yield ("python",), problem
 
 
 def _folder_problems(dataset: NanosetDatasetsArgs, sequence_length: int) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -154,8 +153,8 @@ def _folder_tokenizer(folder: str) -> str | None:
 
 def tokenizer_vocab_size(config: Config) -> int | None:
     """The vocabulary of the data's tokenizer when it can be told without the network, else None."""
-    name = tokenizer_name(config)
-    if name is not None and tokenizer_file(name):
+    name, own = tokenizer_name(config), config.tokenizer.tokenizer_name_or_path
+    if name is not None and (tokenizer_file(name) or (own and os.path.isdir(own))):  # loading refuses an unfit folder
         return vocab_size(load_tokenizer(name))
     for stage in config.data_stages:
         dataset = stage.data.dataset
