@@ -262,6 +262,14 @@ def test_the_command_tokenizes_in_parallel_and_says_the_totals(tmp_path):
     assert "1 of them from before" in run(*command, folder=tmp_path).stdout
 
 
+def test_the_command_says_when_the_trained_bpe_is_smaller_than_asked_for(tmp_path):
+    (tmp_path / "short.txt").write_text("too little text")
+    done = run("-m", "nanotron.cli", "tokenize", "short.txt", "--output", "out", "--train-bpe", 512, folder=tmp_path)
+    size = load_tokenizer(str(tmp_path / "out")).get_vocab_size()
+    assert size < 512
+    assert done.stdout.endswith(f"; the texts are too few for a BPE of 512 tokens, it has {size}\n"), done.stderr
+
+
 def test_the_command_answers_mistakes_with_one_line(tmp_path):
     for arguments, line in [
         ([], "name at least one input and --output FOLDER, or use --stdlib for the embedded corpus\n"),

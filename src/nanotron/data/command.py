@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from nanotron.data.corpus import CORPUS_FOLDER, is_prepared, prepare_corpus
 from nanotron.data.documents import HubDataset
+from nanotron.data.tokenizer import load_tokenizer, vocab_size
 from nanotron.errors import ConfigError
 from nanotron.logging import human_format
 
@@ -42,4 +43,13 @@ def run_tokenize(
     resumed = f", {summary.resumed_shards} of them from before" if summary.resumed_shards else ""
     documents = f"{human_format(summary.documents)} document{'s' if summary.documents != 1 else ''}"
     shards = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
-    print(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}")
+    shortfall = _shortfall(output, train_bpe)
+    print(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}{shortfall}")
+
+
+def _shortfall(output: str, train_bpe: int | None) -> str:
+    """What the line says when the texts hold too few pairs for a BPE of the size that was asked for."""
+    if train_bpe is None:
+        return ""
+    size = vocab_size(load_tokenizer(output))
+    return f"; the texts are too few for a BPE of {train_bpe} tokens, it has {size}" if size < train_bpe else ""
