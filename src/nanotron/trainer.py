@@ -44,11 +44,13 @@ def train(
     *,
     store: Store | None = None,
     allow_data_change: bool = False,
+    before_training: Callable[[], None] = lambda: None,
 ) -> int:
     """Run the training that ``config`` describes on this rank; the same call on all ranks.
 
-    ``mesh`` has its groups; ``store`` is the one through which all ranks agree (None for one process). Returns the exit
-    code. Raises ConfigError for what only now shows to be a mistake, such as a checkpoint of another model.
+    ``mesh`` has its groups; ``store`` is the one through which all ranks agree (None for one process);
+    ``before_training`` is called when it is known that a step is left to train. Returns the exit code. Raises
+    ConfigError for what only now shows to be a mistake, such as a checkpoint of another model.
     """
     training = Training(config, mesh, device)
     start = load_or_begin(training, config, mesh, store)
@@ -57,6 +59,7 @@ def train(
             f"nothing left to train: step {start.step} of tokens.train_steps={config.tokens.train_steps} is saved"
         )
         return codes.DONE
+    before_training()
     feed = Feed(config, mesh, device=device, consumed=start.consumed, streams=start.streams)
     if start.fingerprints is not None:
         changes = fingerprint_changes(start.fingerprints, feed.fingerprints())

@@ -119,6 +119,16 @@ def test_a_run_directory_that_cannot_be_written_is_told_once_and_ends_all_ranks(
     assert "general.run_dir" in line
 
 
+def test_a_run_with_nothing_left_to_train_leaves_its_description_as_it_was(folder: Path) -> None:
+    command = (sys.executable, str(ROOT / "run_train.py"), "--config-file", "tiny.yaml", *ONE_RANK)
+    assert call(folder, *command).returncode == codes.DONE
+    before = {name: (folder / "run" / name).read_text() for name in ("config.yaml", "environment.json")}
+    done = call(folder, *command, "--override=tokens.train_steps=2")
+    assert done.returncode == codes.DONE, done.stderr
+    assert "nothing left to train: step 3 of tokens.train_steps=2" in done.stdout + done.stderr
+    assert {name: (folder / "run" / name).read_text() for name in before} == before
+
+
 def test_a_failure_that_cannot_be_recorded_is_still_told(folder: Path) -> None:
     spoil = "import shutil, nanotron.step\ndef step(*_, **__):\n    shutil.rmtree('run'); open('run', 'w')\n"
     spoil += "    raise ValueError('what really went wrong')\nnanotron.step.Training.step = step"

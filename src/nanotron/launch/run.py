@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -110,14 +111,21 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
     claimed: IO[str] | None = None
     try:
         device, mesh = _set_up(config, place, peers)
-        claimed = _open_folder(run_dir, config, mesh, device, peers)
+        claimed = _open_folder(run_dir, config, mesh, peers)
         record_path(run_dir, place.rank).unlink(missing_ok=True)
         if place.rank == 0:
             for notice in notices:
                 logger.info(notice)
         from nanotron.trainer import train
 
-        code = train(config, mesh, device, store=peers.training_store, allow_data_change=allow_data_change)
+        code = train(
+            config,
+            mesh,
+            device,
+            store=peers.training_store,
+            allow_data_change=allow_data_change,
+            before_training=partial(_describe, run_dir, config, mesh, device, peers),
+        )
         peers.disband()
         return code
     except ConfigError as mistake:
@@ -160,8 +168,8 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     return device, mesh
 
 
-def _open_folder(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, peers: Peers) -> IO[str] | None:
-    """Rank 0 claims the run's folder and writes what describes the run; what keeps it from that, all ranks tell.
+def _open_folder(run_dir: Path, config: Config, mesh: Mesh, peers: Peers) -> IO[str] | None:
+    """Rank 0 claims the run's folder and makes its directory; what keeps it from that, all ranks tell.
 
     Returns what holds the claim, on rank 0.
     """
@@ -169,18 +177,35 @@ def _open_folder(run_dir: Path, config: Config, mesh: Mesh, device: torch.device
     if mesh.rank == 0:
         try:
             claimed = claim_folder(config)
-            describe_run(run_dir, config, mesh, device)
+            run_dir.mkdir(parents=True, exist_ok=True)
         except ConfigError as mistake:
             problem = str(mistake)
         except OSError as error:
-            problem = (
-                f"the run directory cannot be written: {error.filename or run_dir} ({error.strerror}); make room, or"
-                " set general.run_dir or checkpoints.checkpoints_path to another folder"
-            )
+            problem = _unwritable(run_dir, error)
     problem = peers.agree_on("run directory", problem)
     if problem:
         raise ConfigError(problem)
     return claimed
+
+
+def _describe(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, peers: Peers) -> None:
+    """Rank 0 writes what describes the run; what keeps it from that, all ranks tell."""
+    problem = ""
+    if mesh.rank == 0:
+        try:
+            describe_run(run_dir, config, mesh, device)
+        except OSError as error:
+            problem = _unwritable(run_dir, error)
+    problem = peers.agree_on("run description", problem)
+    if problem:
+        raise ConfigError(problem)
+
+
+def _unwritable(run_dir: Path, error: OSError) -> str:
+    return (
+        f"the run directory cannot be written: {error.filename or run_dir} ({error.strerror}); make room, or"
+        " set general.run_dir or checkpoints.checkpoints_path to another folder"
+    )
 
 
 def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:
