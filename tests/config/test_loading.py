@@ -221,6 +221,13 @@ def test_a_config_from_plain_values_names_its_mistakes_too() -> None:
         get_config_from_dict({**parse(RIGHT).values, "parallelism": {"dp": 0}})
 
 
+@pytest.mark.parametrize(("short", "full"), [("bf16", "bfloat16"), ("FP32", "float32"), ("fp64", "float64")])
+def test_a_dtype_has_a_short_name(short: str, full: str) -> None:
+    values = parse(RIGHT).values
+    config = get_config_from_dict({**values, "model": {**values["model"], "dtype": short}})
+    assert config.model.dtype == full
+
+
 def test_scripts_may_pass_a_torch_dtype_and_enum_members() -> None:
     class dtype:
         __module__ = "torch"

@@ -278,10 +278,13 @@ AnyInit = Annotated[
 ]
 
 
+SHORT_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp16": "float16"}
+
+
 def _dtype_name(value: Any) -> Any:
-    """Accept `torch.bfloat16` the object as well as its name."""
+    """Accept `torch.bfloat16` the object, its name and its short name."""
     text = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
-    return text.lower() if isinstance(text, str) else text
+    return SHORT_DTYPES.get(text.lower(), text.lower()) if isinstance(text, str) else text
 
 
 @section
@@ -293,7 +296,7 @@ class ModelArgs:
     )
     init_method: Section[AnyInit] = key(None, "The initial weights.", factory=RandomInit)
     dtype: Annotated[Literal["bfloat16", "float32", "float64", "float16"], BeforeValidator(_dtype_name)] = key(
-        "bfloat16", "Number format of weights and activations."
+        "bfloat16", "Number format of weights and activations; bf16, fp32 and fp64 are short for them."
     )
     make_vocab_size_divisible_by: Int = key(
         1,
