@@ -35,15 +35,17 @@ def pipeline_schedule(config: Config) -> Schedule:
 
 
 def layers_of_stages(config: Config) -> list[tuple[int, int]]:
-    """The layers [lo, hi) of every stage, first to last: ``parallelism.pp_layers``, or stages of equal FLOPs."""
+    """The layers [lo, hi) of every stage, first to last: ``parallelism.pp_layers``, or ranks of equal FLOPs."""
     model, length = config.model.model_config, config.tokens.sequence_length
+    schedule = pipeline_schedule(config)
     return stage_layers(
         model.num_hidden_layers,
-        pipeline_schedule(config).num_stages,
+        schedule.num_stages,
         config.parallelism.pp_layers,
         layer_cost=layer_flops(model, length),
         embed_cost=2 * length * model.hidden_size,  # a look-up, and its sum over tp: cheap, but not nothing
         head_cost=head_flops(model, length),
+        ranks=[schedule.holders[stage][0] for stage in range(schedule.num_stages)],
     )
 
 

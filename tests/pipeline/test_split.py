@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotron.errors import ConfigError
+from nanotron.pipeline.schedules import Placement, loop, vee
 from nanotron.pipeline.split import split_layers, stage_layers
 
 
@@ -35,6 +36,30 @@ def test_no_other_split_has_a_cheaper_worst_stage(sizes: tuple[int, int], embed:
     )
     best = min(max(costs_of(split, 1.0, embed, head)) for split in every_split)
     assert max(costs_of(cuts, 1.0, embed, head)) == pytest.approx(best)
+
+
+@given(st.integers(1, 3), st.integers(0, 6), st.floats(0, 3), st.sampled_from([vee, loop]))
+def test_no_other_split_has_a_less_loaded_worst_rank(ranks: int, more: int, head: float, place: Placement) -> None:
+    stages, layers = 2 * ranks, 2 * ranks + more
+    rank_of = {place(rank, chunk, ranks): rank for rank in range(ranks) for chunk in range(2)}
+    holders = [rank_of[stage] for stage in range(stages)]
+
+    def worst(split: list[tuple[int, int]]) -> float:
+        costs = costs_of(split, 1.0, 0.1, head)
+        return max(sum(cost for cost, holder in zip(costs, holders, strict=True) if holder == r) for r in range(ranks))
+
+    every_split = (
+        list(zip([0, *inner], [*inner, layers], strict=True)) for inner in combinations(range(1, layers), stages - 1)
+    )
+    cuts = split_layers(layers, stages, layer_cost=1.0, embed_cost=0.1, head_cost=head, ranks=holders)
+    assert worst(cuts) == pytest.approx(min(map(worst, every_split)))
+
+
+def test_stages_that_lie_on_one_rank_share_its_load() -> None:
+    in_a_vee = split_layers(9, 4, layer_cost=1, embed_cost=0, head_cost=1.4, ranks=[0, 1, 1, 0])
+    assert [hi - lo for lo, hi in in_a_vee] == [3, 2, 3, 1]  # 5.4 and 5
+    apart = split_layers(9, 4, layer_cost=1, embed_cost=0, head_cost=1.4)
+    assert [hi - lo for lo, hi in apart] == [2, 3, 3, 1]  # in a vee 4.4 and 6
 
 
 def test_an_expensive_head_leaves_the_last_stage_fewer_layers() -> None:

@@ -8,12 +8,21 @@ from nanotron.errors import ConfigError
 
 
 def split_layers(
-    num_layers: int, num_stages: int, *, layer_cost: float, embed_cost: float, head_cost: float
+    num_layers: int,
+    num_stages: int,
+    *,
+    layer_cost: float,
+    embed_cost: float,
+    head_cost: float,
+    ranks: Sequence[int] | None = None,
 ) -> list[tuple[int, int]]:
-    """Cut layers 0..num_layers-1 into num_stages ranges [lo, hi) so that the costliest stage is as cheap as can be.
+    """Cut layers 0..num_layers-1 into num_stages ranges [lo, hi) so that the most loaded rank has as little as can be.
+
+    ``ranks[stage]`` is who holds a stage (None: one stage each). A batch takes at least as long as its most loaded rank
+    works; how a rank's load lies in its several stages matters less, so that is levelled second.
 
     Every stage gets at least one layer; the first also pays for the embedding, the last for the head. Layers cost
-    the same, so handing each one to the stage that is then cheapest is optimal. Among equals the later stage takes
+    the same, so handing each one to the rank that is then least loaded is optimal. Among equals the later stage takes
     it: later stages keep fewer microbatches alive.
     """
     if num_layers < num_stages:
@@ -21,14 +30,17 @@ def split_layers(
             f"parallelism.pp gives {num_stages} stages, more than model.model_config.num_hidden_layers={num_layers}; "
             f"every stage needs a layer: use at most {num_layers} stages (pp × pp_virtual_stages)"
         )
+    holders = range(num_stages) if ranks is None else ranks
     costs = [layer_cost] * num_stages
     costs[0] += embed_cost
     costs[-1] += head_cost
+    loads = {rank: sum(costs[stage] for stage in range(num_stages) if holders[stage] == rank) for rank in set(holders)}
     counts = [1] * num_stages
     for _ in range(num_layers - num_stages):
-        stage = min(range(num_stages), key=lambda stage: (costs[stage], -stage))
+        stage = min(range(num_stages), key=lambda stage: (loads[holders[stage]], costs[stage], -stage))
         counts[stage] += 1
         costs[stage] += layer_cost
+        loads[holders[stage]] += layer_cost
     return _ranges(counts)
 
 
@@ -40,10 +52,13 @@ def stage_layers(
     layer_cost: float = 1.0,
     embed_cost: float = 0.0,
     head_cost: float = 0.0,
+    ranks: Sequence[int] | None = None,
 ) -> list[tuple[int, int]]:
     """Layer range [lo, hi) of every stage: the user's `parallelism.pp_layers` when given, else balanced by cost."""
     if pp_layers is None:
-        return split_layers(num_layers, num_stages, layer_cost=layer_cost, embed_cost=embed_cost, head_cost=head_cost)
+        return split_layers(
+            num_layers, num_stages, layer_cost=layer_cost, embed_cost=embed_cost, head_cost=head_cost, ranks=ranks
+        )
     key = f"parallelism.pp_layers={list(pp_layers)}"
     if len(pp_layers) != num_stages:
         raise ConfigError(
