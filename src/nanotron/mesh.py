@@ -154,9 +154,9 @@ class Mesh:
         """
         return self._p2p_groups.get(direction)
 
-    def tied_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that hold the same shard of a parameter tied over these pipeline coordinates."""
-        return self._tied_ranks(self, stages)
+    def tied_group(self, stages: Sequence[int]) -> ProcessGroup | None:
+        """The communicator of the ranks that hold this rank's shard of a parameter tied over these stages."""
+        return self.group_of(self._tied_ranks(self, stages))
 
     @staticmethod
     def _tied_ranks(mesh: Mesh, stages: Sequence[int]) -> tuple[int, ...]:

@@ -117,7 +117,7 @@ class Training:
 
         ``save`` and ``stop`` tell all ranks, through the control word, what this rank was asked for.
         """
-        num_targets = self._count_targets(microbatches)
+        num_targets = count_targets(microbatches, self._mesh)
         details = details_of(update, self._config, self._mesh, self.pipeline, self.chunks)
         self.buckets.wait_gather()
         self.buckets.start(len(microbatches), sequence_length=microbatches[0].tokens.shape[1])
@@ -148,14 +148,15 @@ class Training:
             writes = counted and (self._config.optimizer.zero_stage > 0 or replica == 0)
             yield Piece(kind, spec.name, spec.shape, box, tensor, writes)
 
-    def _count_targets(self, microbatches: Sequence[Batch]) -> Tensor:
-        """The number of valid tokens of the whole global batch, which every loss and gradient is divided by."""
-        count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in microbatches]).sum().double()
-        return all_reduce(count, self._mesh.group("dp")).clamp(min=1)
-
     def _counted(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """The losses, on one rank of those that hold copies of them."""
         return losses if self._mesh.coord("tp") == 0 else {}
+
+
+def count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
+    """The number of valid tokens of the whole global batch, which every loss and gradient is divided by."""
+    count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in microbatches]).sum().double()
+    return all_reduce(count, mesh.group("dp")).clamp(min=1)
 
 
 class Held(NamedTuple):

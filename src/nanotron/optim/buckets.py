@@ -234,7 +234,7 @@ class Buckets:
         for bucket in late:
             if bucket.treatment.tied:
                 stages = self._tied_stages[bucket.slots[0].spec.name]
-                all_reduce_(bucket.grads, self._mesh.group_of(self._mesh.tied_ranks(stages)))
+                all_reduce_(bucket.grads, self._mesh.tied_group(stages))
             for axis in bucket.treatment.partial_axes:
                 all_reduce_(bucket.grads, self._mesh.group(axis))
             self._start_reduction(bucket)

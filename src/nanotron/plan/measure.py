@@ -23,7 +23,7 @@ from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.plan.counting import Counting, Work
 from nanotron.plan.fakes import FakeMesh, counting
-from nanotron.step import Held, build_buckets, build_chunks, build_optimizer
+from nanotron.step import ControlWord, Held, build_buckets, build_chunks, build_optimizer, count_targets
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -67,7 +67,7 @@ class StateCounts:
     update_peak: int
     """On top of all that, while the optimizer runs."""
     update: Work
-    """Reductions over replicas, ties and partial axes; norm, optimizer, gather of the weights."""
+    """Count of the targets; reductions over replicas, ties and partial axes; control word, optimizer, gather."""
 
     @property
     def total(self) -> int:
@@ -243,7 +243,7 @@ def measure_state(config: Config, rank: int, held: Sequence[Held], *, accelerato
             state[entry.kind] += _nbytes(entry.tensor)
         before = counter.alive
         with counter.section() as update:
-            _update(config, chunks, buckets, optimizer)
+            _update(config, mesh, chunks, buckets, optimizer)
         update_peak = counter.peak - before
     return StateCounts(
         parameters=parameters,
@@ -256,17 +256,19 @@ def measure_state(config: Config, rank: int, held: Sequence[Held], *, accelerato
     )
 
 
-def _update(config: Config, chunks: Sequence[Llama], buckets: Buckets, optimizer: Optimizer) -> None:
-    """The end of a step, from the last gradient on: as `Training.step`, without the control word."""
+def _update(config: Config, mesh: FakeMesh, chunks: Sequence[Llama], buckets: Buckets, optimizer: Optimizer) -> None:
+    """What `Training.step` does besides forward and backward."""
     length = config.tokens.sequence_length
+    num_targets = count_targets([_batch(config)], mesh)
     buckets.start(1, length)
     for chunk in reversed(chunks):
         for name, weight in reversed(chunk.weights.items()):
             for _ in range(chunk.uses(name, length)):
                 chunk.weight_grads.ready(weight)
     buckets.finish()
-    norm = buckets.squared_norm()
-    optimizer.step(1e-3, norm, torch.zeros_like(norm))
+    word = ControlWord(buckets.squared_norm(), {}, save=False, stop=False)
+    word.reduce(mesh, num_targets)
+    optimizer.step(1e-3, word.grad_scale(config.optimizer.clip_grad), word.found_inf())
     buckets.start_gather()
     buckets.wait_gather()
 

@@ -31,8 +31,8 @@ class RankPlan:
     pp_rank: int
     held: list[Held]
     memory: RankMemory
-    traffic: Counter[tuple[str, str]]
-    """Bytes per step that the rank hands to collectives and transfers, by (axis, kind)."""
+    traffic: Counter[Traffic]
+    """Collectives and transfers of a step, and the bytes that the rank hands to them."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +254,8 @@ def _last_backward(timeline: Timeline, rank: int) -> tuple[float, float]:
 def _extent(config: Config, axis: str) -> tuple[int, int]:
     """How many ranks an axis has, and how far apart they are in world rank."""
     mesh = Mesh(mesh_axes(config))
+    if axis == "world":
+        return mesh.world, 1
     if axis == "tied":
         return 2, mesh.world // mesh.size("pp") * (mesh.size("pp") - 1)
     ranks = mesh.ranks_along(axis)
@@ -262,20 +264,18 @@ def _extent(config: Config, axis: str) -> tuple[int, int]:
 
 def _traffic(
     config: Config, schedule: Schedule, pp_rank: int, chunks: Sequence[ChunkCounts], state: StateCounts
-) -> Counter[tuple[str, str]]:
-    """Bytes per step of one rank, by (axis, kind)."""
+) -> Counter[Traffic]:
+    """Collectives and transfers of one rank in a step, and their bytes."""
     microbatches = config.tokens.batch_accumulation_per_replica
-    total: Counter[tuple[str, str]] = Counter()
+    total: Counter[Traffic] = Counter()
     for index, chunk in enumerate(chunks):
         for work in (chunk.forward, chunk.backward, chunk.weights):
             for key in work:
-                if isinstance(key, Traffic) and key.what == "bytes":
-                    total[key.axis, key.kind] += microbatches * work[key]
+                if isinstance(key, Traffic):
+                    total[key] += microbatches * work[key]
         stage = schedule.placement(pp_rank, index)
         for neighbour in (stage - 1, stage + 1):
             if neighbour in schedule.holders and schedule.holders[neighbour][0] != pp_rank:
-                total["pp", "send"] += microbatches * chunk.message
-    for key in state.update:
-        if isinstance(key, Traffic) and key.what == "bytes":
-            total[key.axis, key.kind] += state.update[key]
-    return total
+                total[Traffic("send", "pp", "calls")] += microbatches
+                total[Traffic("send", "pp", "bytes")] += microbatches * chunk.message
+    return total + Counter({key: count for key, count in state.update.items() if isinstance(key, Traffic)})

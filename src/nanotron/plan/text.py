@@ -8,6 +8,7 @@ from nanotron.layout import mesh_axes, parameter_specs
 from nanotron.logging import human_duration, human_format
 from nanotron.mesh import Mesh
 from nanotron.metrics.memory import GIB
+from nanotron.plan.counting import Traffic
 from nanotron.plan.fixes import Fix
 from nanotron.plan.layouts import written
 from nanotron.plan.predict import Plan, RankPlan
@@ -105,16 +106,20 @@ def _holds(rank: RankPlan) -> str:
 def _traffic(plan: Plan) -> list[str]:
     """One line per axis and kind: bytes of the busiest rank, and what they travel over."""
     mesh, cluster = Mesh(mesh_axes(plan.config)), plan.cluster
-    lines = [f"{'axis':<6}{'ranks':>6}  {'over':<9}{'kind':<16}{'GiB per step':>13}{'time of the axis':>18}"]
-    keys = sorted({key for rank in plan.ranks for key in rank.traffic})
+    lines = [
+        f"{'axis':<6}{'ranks':>6}  {'over':<9}{'kind':<16}{'calls':>7}{'GiB per step':>14}{'time of the axis':>18}"
+    ]
+    keys = sorted({(key.axis, key.kind) for rank in plan.ranks for key in rank.traffic})
     for axis, kind in keys:
-        num_bytes = max(rank.traffic[axis, kind] for rank in plan.ranks)
-        spans = mesh.ranks_along("pp" if axis == "tied" else axis)
+        calls, num_bytes = (
+            max(rank.traffic[Traffic(kind, axis, what)] for rank in plan.ranks) for what in ("calls", "bytes")
+        )
+        spans = range(mesh.world) if axis == "world" else mesh.ranks_along("pp" if axis == "tied" else axis)
         size = 2 if axis == "tied" else len(spans)
         over = "links" if spans[-1] < cluster.per_node else "network"
         first = (axis, kind) == next(key for key in keys if key[0] == axis)
         time = f"{plan.axis_seconds[axis] * 1e3:.1f} ms" if first and axis in plan.axis_seconds else ""
-        lines.append(f"{axis:<6}{size:>6}  {over:<9}{kind:<16}{num_bytes / GIB:>13.3f}{time:>18}".rstrip())
+        lines.append(f"{axis:<6}{size:>6}  {over:<9}{kind:<16}{calls:>7}{num_bytes / GIB:>14.3f}{time:>18}".rstrip())
     return lines if keys else ["one rank: nothing is sent"]
 
 
