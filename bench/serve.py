@@ -2,8 +2,8 @@
 
 The runner starts every contender once, then lets them step in turn, so that all meet the same machine. It writes one
 line, the number of steps, to the standard input of each of a contender's processes; the first answers with one line of
-JSON, the seconds of each step. In between a contender waits for input and uses no processor. This file is also imported
-inside the peers' own environments: it needs torch and nothing else.
+JSON, the seconds and the loss of each step. In between a contender waits for input and uses no processor. This file is
+also imported inside the peers' own environments: it needs torch and nothing else.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ def prepare(threads: int, *, batch_policy: bool) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def serve(step: Callable[[], object]) -> None:
-    """Say that all is set up, then make steps until the input ends."""
+def serve(step: Callable[[], float | None]) -> None:
+    """Say that all is set up, then make steps until the input ends.
+
+    A step ends when its process has read the loss and the gradient's norm, which most users log; it returns the loss,
+    the mean over the tokens of the batch or of this replica's share, or None where this process does not know it.
+    """
     first = int(os.environ.get("RANK", "0")) == 0
     answer(first, {"ready": True})
     for line in sys.stdin:
-        seconds = []
+        seconds, losses = [], []
         for _ in range(int(line)):
             start = perf_counter()
-            step()
+            losses.append(step())
             seconds.append(perf_counter() - start)
-        answer(first, {"seconds": seconds})
+        answer(first, {"seconds": seconds, "losses": losses})
 
 
 def answer(first: bool, message: dict[str, Any]) -> None:

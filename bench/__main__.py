@@ -1,0 +1,83 @@
+"""Ours and what a user would pick instead, on the same work, taking turns in one run.
+
+    python -m bench [SUBJECT ...] [--shape reference] [--rounds 9] [--steps 2] [--only WORD ...] [--json FILE]
+
+Subjects are in bench/contenders.py; without any, all run. docs/benchmarks.md says what is compared and how.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.contenders import SUBJECTS, Contender, Subject
+from bench.environments import FOLDER
+from bench.machine import describe, machine_facts
+from bench.report import LIMIT, as_json, lines, table
+from bench.runner import compare
+from bench.shapes import SHAPES, Shape
+
+
+def say(line: str) -> None:
+    """Tell how far the run has come, on standard error: standard output is the result's."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def chosen(subject: Subject, words: Sequence[str]) -> list[Contender]:
+    """The limit, and the contenders whose name has one of the words; without words all of them."""
+    found = [one for one in subject.contenders if not words or any(word in one.name for word in words)]
+    return [LIMIT, *found]
+
+
+def run_subject(name: str, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one subject, print its table, and return what it says."""
+    subject = SUBJECTS[name]
+    contenders = chosen(subject, options.only)
+    shape = replace(shape, **subject.shape)
+    measured = compare(
+        subject, contenders, shape, FOLDER / "logs" / name, rounds=options.rounds, steps=options.steps, say=say
+    )
+    found = lines(subject, contenders, shape, measured)
+    result = as_json(subject, shape, found, measured)
+    cut = f"{subject.world} × {subject.threads} threads" if subject.world > 1 else f"{subject.threads} threads"
+    rate = result["matmul_flops_per_second"]
+    limit = f"limit: matrix products alone {rate / 1e9:.1f} GFLOP/s" if rate else "the limit was not measured"
+    title = (
+        f"\n{name}: {subject.title}, {cut}; {limit}, model {result['model_flops_per_token'] / 1e6:.1f} MFLOP a token"
+    )
+    print("\n".join(table(title, found)), flush=True)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the subjects; 1 when a contender failed, else 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("subject", nargs="*", choices=[[], *SUBJECTS], help=f"any of {', '.join(SUBJECTS)}")
+    parser.add_argument("--shape", choices=SHAPES, default="reference")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each contender that are counted")
+    parser.add_argument("--steps", type=int, default=2, help="steps of one turn")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="contenders with such a name")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
+    options = parser.parse_args(arguments)
+    names, shape = options.subject or list(SUBJECTS), SHAPES[options.shape]
+    contenders = [one for name in names for one in chosen(SUBJECTS[name], options.only)]
+    facts = machine_facts(one.environment for one in contenders)
+    print("\n".join(describe(facts)))
+    size = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
+    batch = f"{shape.num_microbatches} microbatches of {shape.micro_batch_size} × {shape.sequence_length} tokens"
+    print(f"shape {options.shape}: Llama, {size}; {batch}; medians of {options.rounds} rounds of {options.steps} steps")
+    results = {name: run_subject(name, shape, options) for name in names}
+    if options.json:
+        told = {"machine": facts, "shape": asdict(shape), "rounds": options.rounds, "steps": options.steps}
+        options.json.write_text(json.dumps({**told, "subjects": results}, indent=1) + "\n")
+    failed = [one for result in results.values() for one in result["contenders"].values() if one["failure"]]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

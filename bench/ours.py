@@ -1,0 +1,79 @@
+"""Ours, on any layout: the trainer's own Training, driven as the trainer drives it, without files and logs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.serve import options, prepare, serve
+from bench.shapes import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Shape
+from bench.work import microbatches
+from nanotron.batch import Batch
+from nanotron.config import Config, get_config_from_dict
+from nanotron.layout import mesh_axes
+from nanotron.mesh import Mesh
+from nanotron.step import Training
+
+MODEL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+MODEL = (*MODEL, "vocab_size", "rms_norm_eps", "rope_theta")
+
+
+def config_of(asked: dict[str, Any]) -> Config:
+    """The config that a user would write; the contender's own keys (``config``, by dotted name) come last."""
+    shape, layout = Shape(**asked["shape"]), {"dp": 1, "tp": 1, "pp": 1, **asked.get("layout", {})}
+    values: dict[str, Any] = {
+        "parallelism": layout,
+        "model": {"dtype": asked["dtype"], "model_config": {key: asdict(shape)[key] for key in MODEL}},
+        "tokens": {
+            "sequence_length": shape.sequence_length,
+            "micro_batch_size": shape.micro_batch_size,
+            "batch_accumulation_per_replica": shape.num_microbatches // layout["dp"],
+        },
+        "optimizer": {
+            "optimizer_factory": {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "adam_eps": EPS},
+            "weight_decay": WEIGHT_DECAY,
+            "clip_grad": CLIP,
+            "learning_rate_scheduler": {"learning_rate": LEARNING_RATE},
+        },
+    }
+    for key, value in asked.get("config", {}).items():
+        *sections, name = key.split(".")
+        section = values
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return get_config_from_dict(values)
+
+
+def main() -> None:
+    asked = options()
+    prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    config = config_of(asked)
+    mesh = Mesh()
+    if config.parallelism.world_size > 1:
+        dist.init_process_group("gloo")
+        mesh = Mesh(mesh_axes(config), dist.get_rank())
+        mesh.create_groups()
+    shape = Shape(**asked["shape"])
+    positions = torch.arange(shape.sequence_length).expand(shape.micro_batch_size, -1)
+    share = microbatches(shape, mesh.coord("dp"), mesh.size("dp"))
+    batches = [Batch(tokens, labels, positions) for tokens, labels in share]
+    training = Training(config, mesh, "cpu")
+    training.initialize()
+    update = 0
+
+    def step() -> float:
+        nonlocal update
+        update += 1
+        return training.step(update, batches).read().lm_loss
+
+    serve(step)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
