@@ -15,7 +15,7 @@ from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, wa
 from nanotron.config.load import Reading, notices, read_file, refuse
 from nanotron.config.messages import nearest, show
 from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
-from nanotron.data.probe import model_vocab_size, probe_stages
+from nanotron.data.probe import empty_documents, model_vocab_size, probe_stages
 from nanotron.errors import ConfigError
 from nanotron.layout import layers_of_stages, parameter_specs, pipeline_schedule
 from nanotron.logging import human_format
@@ -62,7 +62,7 @@ def examine(
     config = reading.value()
     if config.model.model_config.vocab_size is None:
         fill(config.model.model_config, "vocab_size", model_vocab_size(config))
-    advice = sorted([*notices(reading), *_cautions(reading, config)], key=lambda problem: problem.place)
+    advice = sorted([*notices(reading), *_cautions(reading, config, files=files)], key=lambda problem: problem.place)
     return Checked(config, reading, [problem.line(reading.name) for problem in advice])
 
 
@@ -74,8 +74,9 @@ def _ask(reading: Reading, config: Config, rules: Sequence[Rule]) -> None:
                 reading.report(path_of(name), text)
 
 
-def _cautions(reading: Reading, config: Config) -> list[Problem]:
+def _cautions(reading: Reading, config: Config, *, files: bool) -> list[Problem]:
     found = [finding for rule in CAUTIONS for finding in rule.ask(config)]
+    found += [(dotted(line.path), line.text) for line in empty_documents(config)] if files else []
     for name, line in DEFAULTS_THAT_DIFFER.items():
         if path_of(name) not in reading.document.places and (text := line(config)):
             found.append((name, text))

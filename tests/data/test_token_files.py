@@ -101,6 +101,11 @@ def test_a_truncated_or_odd_array_is_named(tmp_path):
         open_token_files(str(tmp_path / "b.bin"), token_bytes=2)
     with pytest.raises(ConfigError, match=r"set dataset.token_size_in_bytes to 2 or 4"):
         open_token_files(str(tmp_path / "b.bin"))
+    np.save(tmp_path / "a.npy", np.arange(0, dtype="<u2"))
+    (tmp_path / "b.bin").write_bytes(b"")
+    for name in ("a.npy", "b.bin"):
+        with pytest.raises(ConfigError, match=f"{name} is empty; remove it or write it again"):
+            open_token_files(str(tmp_path / name), token_bytes=2)
 
 
 def test_inspect_says_documents_tokens_tokenizer_and_draws_the_lengths(tmp_path):
@@ -125,8 +130,9 @@ def test_inspect_says_documents_tokens_tokenizer_and_draws_the_lengths(tmp_path)
 
 
 def test_inspect_finds_empty_documents_and_corrupt_files(tmp_path):
-    path = write_nanoset(tmp_path / "a", [[1, 2], [], [3]])
-    assert f"notice      {path}: document 1 is empty" in list(inspect_dataset(str(tmp_path / "a")))
+    path = write_nanoset(tmp_path / "a", [[1, 2], [], [3], []])
+    line = f"notice      2 of 4 documents have no tokens; {path}.index: document 1 (byte 8)"
+    assert line in list(inspect_dataset(str(tmp_path / "a")))
     path.write_bytes(b"\0")
     with pytest.raises(ConfigError, match="not a multiple of 2"):
         list(inspect_dataset(str(tmp_path / "a")))

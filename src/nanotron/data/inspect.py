@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nanotron.data.megatron import MegatronFile
-from nanotron.data.nanoset import NanosetFile, read_metadata
+from nanotron.data.empty_documents import IndexedFile, first_empty_document
+from nanotron.data.nanoset import read_metadata
 from nanotron.data.order import Indices
 from nanotron.data.token_files import find_token_files, open_token_files
 from nanotron.data.tokenizer import load_tokenizer, tokenizer_file, vocab_size
@@ -34,7 +34,7 @@ def is_dataset(path: str) -> bool:
 def inspect_dataset(path: str, *, token_bytes: int | None = None, num_documents: int = 3) -> Iterator[str]:
     """Lines for the terminal; raises ConfigError at the first corrupt file."""
     files = open_token_files(path, token_bytes=token_bytes)
-    indexed = [file for file in files if isinstance(file, NanosetFile | MegatronFile) and file.num_tokens]
+    indexed = [file for file in files if isinstance(file, IndexedFile) and file.num_tokens]
     num_tokens = sum(file.num_tokens for file in files)
     documents = sum(file.num_documents for file in indexed)
     name = _tokenizer_name(path, files)
@@ -55,13 +55,12 @@ def _tokenizer_name(path: str, files: Sequence[TokenFile]) -> str | None:
     return metadata.tokenizer if metadata else None
 
 
-def _histogram(files: Sequence[NanosetFile | MegatronFile]) -> Iterator[str]:
+def _histogram(files: Sequence[IndexedFile]) -> Iterator[str]:
     """Lengths of documents by powers of two, from all of them or from evenly spread blocks of them."""
     lengths, sampled = _lengths(files)
-    for file in files:
-        if (number := _first_empty(file)) is not None:
-            yield f"notice      {file.path}: document {number} is empty"
-            break
+    first, count = first_empty_document(files), np.count_nonzero(lengths == 0)
+    if first or count:
+        yield f"notice      {count:,} of {len(lengths):,} documents have no tokens" + (f"; {first}" if first else "")
     yield (
         f"lengths     {human_format(lengths.min())} … {human_format(lengths.max())} tokens, "
         f"mean {human_format(lengths.mean())}, median {human_format(float(np.median(lengths)))}"
@@ -75,7 +74,7 @@ def _histogram(files: Sequence[NanosetFile | MegatronFile]) -> Iterator[str]:
         yield f"{low:>11,} – {high:<11,} {bar:<{BAR_WIDTH}} {100 * counts[power] / len(lengths):5.1f}%"
 
 
-def _lengths(files: Sequence[NanosetFile | MegatronFile]) -> tuple[Indices, bool]:
+def _lengths(files: Sequence[IndexedFile]) -> tuple[Indices, bool]:
     """Document lengths and whether they are only a sample."""
     blocks = [(file, first) for file in files for first in range(0, file.num_documents, BLOCK)]
     step = max(1, -(-len(blocks) // MOST_BLOCKS))
@@ -87,18 +86,12 @@ def _lengths(files: Sequence[NanosetFile | MegatronFile]) -> tuple[Indices, bool
     return np.concatenate(found), step > 1
 
 
-def _first_empty(file: NanosetFile | MegatronFile) -> int | None:
-    ends = file.ends(0, min(BLOCK, file.num_documents))
-    empty = np.flatnonzero(np.diff(np.concatenate([[0], ends])) == 0)
-    return int(empty[0]) if empty.size else None
-
-
 def _first_documents(files: Sequence[TokenFile], tokenizer: Tokenizer | None, count: int) -> Iterator[str]:
     """The beginnings of the first documents, decoded if the tokenizer is at hand."""
     file = next((file for file in files if file.num_tokens), None)
     if file is None:
         return
-    if isinstance(file, NanosetFile | MegatronFile) and file.num_documents:
+    if isinstance(file, IndexedFile) and file.num_documents:
         ends = file.ends(0, min(count, file.num_documents)).tolist()
     else:
         ends = [min(file.num_tokens, SHOWN_CHARACTERS)]

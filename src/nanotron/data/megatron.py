@@ -32,6 +32,8 @@ class MegatronFile(MappedTokens):
         self._index_path = f"{bin_path.removesuffix('.bin')}.idx"
         self._num_sequences, self._num_entries, dtype = self._read_header()
         super().__init__(bin_path, dtype)
+        self.met_empty: int | None = None
+        """A document without tokens that `starts` came upon."""
 
     def _read_header(self) -> tuple[int, int, str]:
         path = self._index_path
@@ -72,6 +74,11 @@ class MegatronFile(MappedTokens):
         """Documents in the index."""
         return max(0, self._num_entries - 1)
 
+    def document_place(self, document: int) -> str:
+        """Where the index says with which sequence this document begins."""
+        byte = HEADER.size + 12 * self._num_sequences + 8 * document
+        return f"{self._index_path}: document {document} (byte {byte})"
+
     def ends(self, first: int, last: int) -> Indices:
         """The token offsets at which the documents first … last - 1 end."""
         offsets, documents = self._arrays
@@ -85,12 +92,21 @@ class MegatronFile(MappedTokens):
         offsets, documents = self._arrays
 
         def document_start(document: int) -> int:
-            return int(offsets[documents[document]]) // self.dtype.itemsize
+            sequence = int(documents[document])
+            at_end = sequence == self._num_sequences  # an empty document may be the last
+            return self.num_tokens if at_end else int(offsets[sequence]) // self.dtype.itemsize
 
         numbers = range(self._num_entries - 1)
         first = bisect_right(numbers, start, key=document_start)
         last = bisect_left(numbers, stop, lo=first, key=document_start)
-        found = sorted({document_start(document) for document in range(first, last)})
-        if found and (found[0] <= start or found[-1] >= stop or found[-1] >= self.num_tokens):
+        found = [document_start(document) for document in range(first, last)]
+        if found != sorted(found) or (found and (found[0] <= start or found[-1] >= min(stop, self.num_tokens))):
             raise ConfigError(f"{self._index_path}: documents {first} to {last} are not in order; the index is corrupt")
-        return np.array(found, dtype=np.int64)
+        if first > 1 and document_start(first - 1) == document_start(first - 2) == start:
+            self.met_empty = first - 2
+        starts = np.array(found, dtype=np.int64)
+        repeated = np.diff(starts) == 0  # an empty document starts where the next one does
+        if repeated.any():
+            self.met_empty = first + int(np.argmax(repeated))
+            return np.unique(starts)
+        return starts

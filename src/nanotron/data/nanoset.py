@@ -107,6 +107,8 @@ class NanosetFile(MappedTokens):
     def __init__(self, path: str, *, token_bytes: int) -> None:
         super().__init__(path, f"<u{token_bytes}")
         self.token_bytes = token_bytes
+        self.met_empty: int | None = None
+        """A document without tokens that `starts` came upon."""
 
     @property
     def knows_documents(self) -> bool:
@@ -137,10 +139,15 @@ class NanosetFile(MappedTokens):
         """Documents in the index; 0 without one."""
         return 0 if self.document_ends is None else len(self.document_ends)
 
+    def document_place(self, document: int) -> str:
+        """Where the index says where this document ends."""
+        return f"{self.path}.index: document {document} (byte {document * 8})"
+
     def ends(self, first: int, last: int) -> Indices:
-        """The token offsets at which the documents first … last - 1 end."""
+        """The token offsets at which the documents first … last - 1 end; read from the file, not page by page."""
         assert self.document_ends is not None
-        return self.document_ends[first:last].astype(np.int64)
+        ends = np.fromfile(f"{self.path}.index", "<u8", min(last, self.num_documents) - first, offset=8 * first)
+        return ends.astype(np.int64)
 
     def starts(self, start: int, stop: int) -> Indices | None:
         """The document starts strictly between start and stop, by binary search in the index."""
@@ -153,12 +160,14 @@ class NanosetFile(MappedTokens):
         inside = ends[first:last].astype(np.int64)
         gaps = np.diff(inside)
         if (gaps < 0).any():
-            document = first + 1 + int(np.argmax(gaps < 0))
-            raise ConfigError(
-                f"{self.path}.index: document {document} (byte {document * 8}) ends before it begins; "
-                "write the index again with `nanotron tokenize`"
-            )
-        return np.unique(inside) if (gaps == 0).any() else inside  # an empty document ends where it starts
+            place = self.document_place(first + 1 + int(np.argmax(gaps < 0)))
+            raise ConfigError(f"{place} ends before it begins; write the index again with `nanotron tokenize`")
+        if first and int(ends[first - 1]) == start == (int(ends[first - 2]) if first > 1 else 0):
+            self.met_empty = first - 1
+        if (gaps == 0).any():
+            self.met_empty = first + 1 + int(np.argmax(gaps == 0))
+            return np.unique(inside)  # an empty document ends where it starts
+        return inside
 
     @cached_property
     def _loss(self) -> MappedTokens | None:

@@ -19,10 +19,11 @@ from nanotron.config.data import AnyDataset
 from nanotron.data.blend import round_weights
 from nanotron.data.corpus import VOCAB_SIZE
 from nanotron.data.custom import reference_problem
+from nanotron.data.empty_documents import IS_EMPTY, first_empty_document
 from nanotron.data.nanoset import NanosetFile, find_nanoset_files, read_metadata
-from nanotron.data.token_files import open_token_files
+from nanotron.data.token_files import find_token_files, open_token_files
 from nanotron.data.tokenizer import load_tokenizer, tokenizer_file, vocab_size
-from nanotron.data.windows import TokenWindows
+from nanotron.data.windows import TokenFile, TokenWindows
 from nanotron.errors import ConfigError
 
 
@@ -62,6 +63,26 @@ def probe_stages(config: Config) -> list[DataProblem]:
         text = f"{size} is smaller than the tokenizer's vocabulary of {data_size}; set at least {data_size}"
         problems.append(DataProblem(("model", "model_config", "vocab_size"), text))
     return problems
+
+
+def empty_documents(config: Config) -> list[DataProblem]:
+    """Nothing wrong, but worth a line: the first document without tokens of each folder, as far as it is looked at."""
+    found = []
+    for number, stage in enumerate(config.data_stages):
+        for key, dataset in ((("data", "dataset"), stage.data.dataset), (("validation",), stage.validation)):
+            folders = dataset.dataset_folder if isinstance(dataset, NanosetDatasetsArgs) else []
+            for place, folder in enumerate(folders):
+                if document := first_empty_document(_opened(folder, dataset)):
+                    path = ("data_stages", number, *key, "dataset_folder", place)
+                    found.append(DataProblem(path, f"{document} {IS_EMPTY}"))
+    return found
+
+
+def _opened(folder: str, dataset: AnyDataset | None) -> Iterator[TokenFile]:
+    """The folder's token files, each opened when it is asked for."""
+    assert isinstance(dataset, NanosetDatasetsArgs)
+    for name in find_token_files(folder):
+        yield from open_token_files(name, token_bytes=dataset.token_size_in_bytes)
 
 
 def _stream_problems(

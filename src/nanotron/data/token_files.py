@@ -69,13 +69,19 @@ def _open_npy(path: str, token_bytes: int | None) -> TokenFile:
         raise ConfigError(f"{path} ({os.path.getsize(path)} bytes) is truncated or not a .npy file: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ConfigError(f"{path} holds {array.dtype} of shape {array.shape}; one row of integers is needed")
-    return FlatTokens(path, array.dtype, offset=os.path.getsize(path) - array.nbytes)
+    return _not_empty(FlatTokens(path, array.dtype, offset=os.path.getsize(path) - array.nbytes))
 
 
 def _open_flat(path: str, token_bytes: int | None) -> TokenFile:
     if token_bytes is None:
         raise ConfigError(f"{path} does not say how wide its tokens are; set dataset.token_size_in_bytes to 2 or 4")
-    return FlatTokens(path, f"<u{token_bytes}")
+    return _not_empty(FlatTokens(path, f"<u{token_bytes}"))
+
+
+def _not_empty(file: FlatTokens) -> FlatTokens:
+    if file.num_tokens == 0:
+        raise ConfigError(f"{file.path} is empty; remove it or write it again")
+    return file
 
 
 def _nothing_found(path: str) -> str:

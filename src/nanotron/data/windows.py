@@ -15,8 +15,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from nanotron.data.empty_documents import IS_EMPTY, IndexedFile, first_empty_document
 from nanotron.data.order import Indices
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 class Window(NamedTuple):
@@ -93,6 +97,7 @@ class TokenWindows:
         self._sequence_length = sequence_length
         self._vocab_size = vocab_size
         self._eos_id = eos_id
+        self._named_empty = False
         self._ends = np.cumsum([file.num_tokens for file in self._files], dtype=np.int64)
         self.num_tokens = int(self._ends[-1]) if self._files else 0
         if max_tokens is not None:
@@ -128,11 +133,20 @@ class TokenWindows:
         first, last = start - file_start, stop - file_start
         tokens = self._read(file, first, last)
         starts = file.starts(first, last)
+        if not self._named_empty:
+            self._name_empty(file)
         if starts is not None:
             starts = starts - first
         elif self._eos_id is not None:
             starts = np.flatnonzero(tokens[:-1] == self._eos_id) + 1
         return Window(tokens, starts, file.targets(first, last))
+
+    def _name_empty(self, file: TokenFile) -> None:
+        """Say once that a document without tokens was met, unless the check of the run has named one."""
+        if isinstance(file, IndexedFile) and file.met_empty is not None:
+            self._named_empty = True
+            if first_empty_document(self._files) is None:
+                logger.warning(f"{file.document_place(file.met_empty)} {IS_EMPTY}")
 
     def _read(self, file: TokenFile, first: int, last: int) -> npt.NDArray[np.int64]:
         tokens = file.read(first, last)
