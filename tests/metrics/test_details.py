@@ -21,7 +21,7 @@ from nanotron.step import Outcome
 from nanotron.trainer import train
 from tests.parity.cases import Case
 from tests.parity.run import config_of, prepare, to_walk
-from tests.parity.test_traffic import Collectives
+from tests.structure.counters import Collectives
 from tests.pool import Pool
 
 SLEEP_S = 0.25  # long beside the work of a microbatch, also on a busy machine
@@ -55,7 +55,7 @@ def steps(rank: int, world: int, case: Case, keys: dict[str, Any], late: int | N
             training.chunks[0].register_forward_pre_hook(lambda module, inputs: time.sleep(SLEEP_S))
         with Collectives() as collectives:
             outcome = training.step(update, batches).read()
-        told.append((outcome, collectives.seen))
+        told.append((outcome, collectives.calls))
     feed.close()
     return told
 
@@ -110,8 +110,8 @@ def test_a_measured_step_makes_one_more_all_reduce_and_others_none(pool: Pool) -
     case = Case(dp=2, tp=2, layers=2, steps=2)
     for told in pool.run(4, steps, case, {"straggler_interval": 2}):
         (_, ordinary), (_, detailed) = told
-        assert detailed - ordinary == {("all-reduce", 4): 1}
-        assert ordinary[("all-reduce", 4)] == 1
+        assert detailed - ordinary == {("all_reduce", (0, 1, 2, 3)): 1}
+        assert ordinary["all_reduce", (0, 1, 2, 3)] == 1
     for told in pool.run(4, steps, case, {"log_level": 0, "straggler_interval": None}):
         (_, first), (_, second) = told
         assert first == second

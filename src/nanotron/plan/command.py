@@ -29,7 +29,7 @@ def plan(config: Config, *, gpu: str, per_node: int, nodes: int | None) -> int:
             f" use --nodes {-(-world // per_node)}, change the layout, or add --search to find one"
         )
     planner = Planner(cluster)
-    found = planner.plan(config)
+    found = planner.plan(config, every_layer=True)
     print(plan_text(found))
     if found.fits:
         return FITS
@@ -48,7 +48,7 @@ def plan_search(config: Config, *, gpu: str, per_node: int, nodes: int | None, o
     if not found.best:
         print(f"None of {found.num_legal} legal layouts fits on {devices} × {planner.cluster.device.name}.")
         return DOES_NOT_FIT
-    change, best = found.best[0]
+    change, best = found.best[0][0], planner.plan(found.best[0][1].config, every_layer=True)
     header = f"The fastest of {found.num_legal} layouts on {devices} × {planner.cluster.device.name}, as predicted"
     changed(config, change).save_as_yaml(output, resolved=True, header=header)
     print("", plan_text(best), "", f"{output}: the first of them, to train with", sep="\n")

@@ -91,8 +91,14 @@ class Measurements:
             low if layers == few else extended(low, self._chunk(config, Held((0, few + 1), embed, head)), layers - few)
         )
 
-    def state(self, config: Config, rank: int, held: Sequence[Held]) -> StateCounts:
-        """What a rank holds, and its update."""
+    def state(self, config: Config, rank: int, held: Sequence[Held], *, every_layer: bool = False) -> StateCounts:
+        """What a rank holds, and its update; along the line through few layers, or with every layer built."""
+        if every_layer:
+            whole, first = [], 0  # layers are named from 0 on: ranks that hold as many share the measurement
+            for (lo, hi), embed, head in held:
+                whole.append(Held((first, first + hi - lo), embed, head))
+                first += hi - lo
+            return self._state(config, rank, whole)
         more = sum(hi - lo for (lo, hi), _, _ in held) - len(held)
         few = [part._replace(layers=(index, index + 1)) for index, part in enumerate(held)]
         low = self._state(config, rank, few)
@@ -114,7 +120,7 @@ class Measurements:
         layout = config.parallelism
         key = (
             (repr(config.model), tuple(held), repr(config.optimizer), config.tokens.sequence_length),
-            (layout.dp, layout.tp, layout.tp_mode, bool(tied_stages(config))),
+            (layout.dp, layout.tp, layout.tp_mode, bool(tied_stages(config)), config.model.ddp_bucket_cap_mb),
         )
         if key not in self._states:
             self._states[key] = measure_state(config, rank, held, accelerator=self.accelerator)

@@ -87,9 +87,12 @@ class Planner:
         self._measurements = Measurements(accelerator=cluster.is_accelerator)
         self._programs: dict[tuple[str, int, int, int], list[Program]] = {}
 
-    def plan(self, config: Config) -> Plan:
-        """Predict everything about one config, which has been checked."""
-        schedule, held, chunks, states = self._measured(config)
+    def plan(self, config: Config, *, every_layer: bool = False) -> Plan:
+        """Predict everything about one config, which has been checked.
+
+        ``every_layer``: build the states whole, which takes seconds for a large model, and counts buckets exactly.
+        """
+        schedule, held, chunks, states = self._measured(config, every_layer=every_layer)
         timeline = self._timeline(config, schedule, chunks)
         memories = self._memories(config, schedule, chunks, states)
         ranks = [
@@ -127,13 +130,14 @@ class Planner:
         return busy + forward * (layout.pp - 1) / pipeline_schedule(config).num_stages  # until the last rank begins
 
     def _measured(
-        self, config: Config
+        self, config: Config, *, every_layer: bool = False
     ) -> tuple[Schedule, list[list[Held]], list[list[ChunkCounts]], list[StateCounts]]:
         """What every pipeline rank holds, what its chunks do with a microbatch, and its state."""
         schedule = pipeline_schedule(config)
         held = [held_by(config, pp_rank) for pp_rank in range(schedule.ranks)]
         chunks = [self._chunks(config, parts) for parts in held]
-        return schedule, held, chunks, [self._state(config, pp_rank, parts) for pp_rank, parts in enumerate(held)]
+        states = [self._state(config, pp_rank, parts, every_layer) for pp_rank, parts in enumerate(held)]
+        return schedule, held, chunks, states
 
     def _memories(
         self,
@@ -156,10 +160,10 @@ class Planner:
             self._measurements.chunk(config, layers=hi - lo, embed=embed, head=head) for (lo, hi), embed, head in held
         ]
 
-    def _state(self, config: Config, pp_rank: int, held: Sequence[Held]) -> StateCounts:
+    def _state(self, config: Config, pp_rank: int, held: Sequence[Held], every_layer: bool = False) -> StateCounts:
         layout = config.parallelism
         last_tp = pp_rank * layout.dp * layout.tp + layout.tp - 1  # the shard with the most rows of the vocabulary
-        return self._measurements.state(config, last_tp, held)
+        return self._measurements.state(config, last_tp, held, every_layer=every_layer)
 
     def _timeline(self, config: Config, schedule: Schedule, chunks: Sequence[Sequence[ChunkCounts]]) -> Timeline:
         """The pipeline's clockwork with the predicted time of every F, B and W."""

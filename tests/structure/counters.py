@@ -1,0 +1,54 @@
+"""What a step does, seen as its operators pass torch's dispatcher: collectives, kernels, waits of the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+KINDS = {  # operator -> (our word, which argument is the group)
+    "allreduce_": ("all_reduce", 1),
+    "_allgather_base_": ("all_gather", 2),
+    "_reduce_scatter_base_": ("reduce_scatter", 2),
+    "send": ("send", 1),
+}
+
+
+class Collective(NamedTuple):
+    """A kind of collective, or "send", and the world ranks of the group that it runs in."""
+
+    kind: str
+    ranks: tuple[int, ...]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the calls and the bytes of every collective. Bytes are those of the whole tensor: what an all-gather ends
+    with, what a reduce-scatter begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[Collective] = Counter()
+        self.bytes: Counter[Collective] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and func._opname != "recv_":
+            kind, position = KINDS[func._opname]
+            group = dist.ProcessGroup.unbox(args[position])
+            collective = Collective(kind, tuple(dist.get_process_group_ranks(group)))
+            self.calls[collective] += 1
+            self.bytes[collective] += max(map(_bytes, _tensors(args)))
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(args: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments, in lists too."""
+    if isinstance(args, Tensor):
+        return [args]
+    return [tensor for arg in args for tensor in _tensors(arg)] if isinstance(args, (list, tuple)) else []
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,190 @@
+"""Collectives and bytes of a step: the least that each layout needs, and exactly what the planner says.
+
+On one rank, with b rows of s tokens in each of m microbatches, hidden size d, its L layers, t ranks along tp. An
+*activation* is [b, s, d] in the model's dtype; *first* and *last* are 1 on the stage with the embedding, with the head.
+
+    world    1 all-reduce: the control word, five float64
+    dp       1 all-reduce: the number of targets, one float64
+             zero 0: the gradients once, an all-reduce for each bucket
+             zero 1: the gradients once, a reduce-scatter for each bucket; the weights once, an all-gather
+    tied     1 all-reduce: the gradient of the tied weight's shard
+    pp       m sends of an activation (1/t of it under sequence parallelism) to the next stage, m to the one before
+    tp       m times (4·L + first + last) all-reduces of an activation: into and out of attention and MLP, forward and
+             backward; out of the embedding, into the head; and last · 2 of the loss, 3 float32 per token together
+             under sequence parallelism: as many all-gathers and as many reduce-scatters instead, for each all-reduce
+             is the sum of one of each; (2·L + last) more all-gathers when gathered inputs are not kept; and an
+             all-reduce of the norms' gradients, which each rank has for its own tokens
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanotron.config import Config
+from nanotron.data.feed import Feed
+from nanotron.layout import layers_of_stages, mesh_axes, tied_stages
+from nanotron.mesh import Mesh
+from nanotron.plan.counting import Traffic
+from nanotron.plan.hardware import find_cluster
+from nanotron.plan.predict import Planner
+from tests.parity.cases import Case
+from tests.parity.run import VOCABULARY, config_of, prepare, to_walk
+from tests.pool import Pool
+from tests.structure.counters import Collective, Collectives
+
+Counts = dict[Collective, tuple[int, int]]
+"""Calls and bytes of each."""
+
+CASES = [
+    Case(dp=2),
+    Case(dp=2, zero_stage=1),
+    Case(dp=2, zero_stage=1, micro_batch_size=1),
+    Case(dp=3, zero_stage=1, tied=True),
+    Case(tp=2),
+    Case(tp=2, tp_mode="REDUCE_SCATTER"),
+    Case(tp=2, tp_mode="REDUCE_SCATTER", tp_recompute_allgather=False, dtype="float64"),
+    Case(pp=2),
+    Case(pp=2, tied=True, schedule="zb_h1"),
+    Case(dp=2, tp=2, pp=2, tied=True),
+    Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER"),
+    Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER", tied=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_sends_the_least_its_layout_needs_and_what_the_planner_says(pool: Pool, case: Case) -> None:
+    config = config_of(case)
+    plan = Planner(find_cluster("h100", 8)).plan(config, every_layer=True)
+    for rank, seen in enumerate(pool.run(case.world, count, case)):
+        mesh = Mesh(mesh_axes(config), rank)
+        assert seen == least(config, mesh), f"rank {rank}"
+        if mesh.coord("tp") == case.tp - 1:  # of a vocabulary that does not divide, the rank that is planned
+            assert seen == named(plan.ranks[mesh.coord("pp")].traffic, config, mesh), f"rank {rank}"
+
+
+def count(rank: int, world: int, case: Case, cap_mb: int = 25) -> Counts:
+    """The collectives of the second step on this rank."""
+    config = capped(case, cap_mb)
+    mesh = Mesh(mesh_axes(config), rank)
+    training = prepare(config, mesh)
+    feed = Feed(config, mesh, device=torch.device("cpu"))
+    batches = [[to_walk(batch, case) for batch in feed.step(update).microbatches] for update in (1, 2)]
+    feed.close()
+    training.step(1, batches[0]).read()
+    collectives = Collectives()
+    with collectives:
+        training.step(2, batches[1]).read()
+    return {key: (calls, collectives.bytes[key]) for key, calls in collectives.calls.items()}
+
+
+def capped(case: Case, cap_mb: int) -> Config:
+    """The case's config with buckets of at most this size."""
+    config = config_of(case)
+    return replace(config, model=replace(config.model, ddp_bucket_cap_mb=cap_mb))
+
+
+def least(config: Config, mesh: Mesh) -> Counts:
+    """The table above."""
+    model, layout, tokens = config.model.model_config, config.parallelism, config.tokens
+    stage, size = mesh.coord("pp"), torch.empty(0, dtype=getattr(torch, config.model.dtype)).element_size()
+    first, last = stage == 0, stage == layout.pp - 1
+    lo, hi = layers_of_stages(config)[stage]
+    m, ends, layers = tokens.batch_accumulation_per_replica, first + last, hi - lo
+    positions = tokens.micro_batch_size * tokens.sequence_length
+    activation = positions * model.hidden_size * size
+    norms = (2 * layers + last) * model.hidden_size
+    found = _Found(mesh)
+    found.add("all_reduce", tuple(range(mesh.world)), 1, 5 * 8)
+
+    replicas = mesh.ranks_along("dp")
+    found.add("all_reduce", replicas, 1, 8)
+    for parameters in buckets(config, mesh, layers, norms):
+        padded = -(-parameters // layout.dp) * layout.dp
+        if config.optimizer.zero_stage == 0:
+            found.add("all_reduce", replicas, 1, padded * size)
+        else:
+            found.add("reduce_scatter", replicas, 1, padded * size)
+            found.add("all_gather", replicas, 1, padded * size)
+    if tied_stages(config) and ends:
+        found.add("all_reduce", _tied(config, mesh), 1, rows(mesh) * model.hidden_size * size)
+
+    shards, pipeline = mesh.ranks_along("tp"), mesh.ranks_along("pp")
+    neighbours = (stage > 0) + (stage < layout.pp - 1)
+    parts = layout.tp if layout.sequence_parallel else 1
+    found.add("send", pipeline, m * neighbours, m * neighbours * activation // parts)
+    entries = m * (4 * layers + ends)
+    if layout.sequence_parallel:
+        again = m * (2 * layers + last) if layout.tp_recompute_allgather else 0
+        found.add("all_gather", shards, entries + again, (entries + again) * activation)
+        found.add("reduce_scatter", shards, entries, entries * activation)
+        found.add("all_reduce", shards, 1, norms * size)
+    else:
+        found.add("all_reduce", shards, entries, entries * activation)
+    found.add("all_reduce", shards, 2 * m * last, m * last * 3 * positions * max(4, size))
+    return found.counts
+
+
+def buckets(config: Config, mesh: Mesh, layers: int, norms: int) -> list[int]:
+    """Parameters of each: those that decay, those that do not, and a tied one."""
+    model, stage, stages = config.model.model_config, mesh.coord("pp"), mesh.size("pp")
+    d, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
+    matrices = (2 * heads + 2 * kv_heads) * model.head_dim * d + 3 * model.intermediate_size * d
+    table = rows(mesh) * d
+    tied = model.tie_word_embeddings
+    tables = (stage == 0) + (stage == stages - 1 and not (tied and stages == 1))
+    decaying = layers * matrices // mesh.size("tp")
+    if tied and stages > 1:
+        return [decaying, norms] + [table] * tables
+    return [decaying + tables * table, norms]
+
+
+def rows(mesh: Mesh) -> int:
+    """Of the vocabulary, on this rank."""
+    rank, ranks = mesh.coord("tp"), mesh.size("tp")
+    return VOCABULARY * (rank + 1) // ranks - VOCABULARY * rank // ranks
+
+
+class _Found:
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.counts = mesh, dict[Collective, tuple[int, int]]()
+
+    def add(self, kind: str, ranks: tuple[int, ...], calls: int, num_bytes: int) -> None:
+        """Note some collectives; those of one rank alone, and none at all, are not made."""
+        if len(ranks) > 1 and calls:
+            before = self.counts.get(Collective(kind, ranks), (0, 0))
+            self.counts[Collective(kind, ranks)] = before[0] + calls, before[1] + num_bytes
+
+
+def _tied(config: Config, mesh: Mesh) -> tuple[int, ...]:
+    (stages,) = tied_stages(config).values()
+    return tuple(mesh.rank_at(pp=stage) for stage in stages)
+
+
+def named(traffic: Counter[Traffic], config: Config, mesh: Mesh) -> Counts:
+    """What the planner says, with groups instead of axes."""
+    found = _Found(mesh)
+    for key, calls in traffic.items():
+        if key.what == "calls":
+            groups = {"world": lambda: tuple(range(mesh.world)), "tied": lambda: _tied(config, mesh)}
+            ranks = groups[key.axis]() if key.axis in groups else mesh.ranks_along(key.axis)
+            found.add(key.kind, ranks, calls, traffic[key._replace(what="bytes")])
+    return found.counts
+
+
+def test_the_planner_counts_the_buckets_of_many_layers(pool: Pool) -> None:
+    case = Case(dp=2, layers=16, zero_stage=1)
+    config = capped(case, 1)
+    plan = Planner(find_cluster("h100", 8)).plan(config, every_layer=True)
+    for rank, seen in enumerate(pool.run(2, count, case, 1)):
+        assert seen == named(plan.ranks[0].traffic, config, Mesh(mesh_axes(config), rank))
+        assert seen[Collective("reduce_scatter", (0, 1))][0] == 4  # 6 layers of 148 KB, 6, 4 and the head; the norms
+
+
+def test_only_the_control_word_is_world_wide(pool: Pool) -> None:
+    for seen in pool.run(8, count, Case(dp=2, tp=2, pp=2, tied=True, zero_stage=1)):
+        assert [key.kind for key in seen if len(key.ranks) == 8] == ["all_reduce"]
+        assert seen[Collective("all_reduce", tuple(range(8)))] == (1, 40)
