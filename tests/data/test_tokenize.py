@@ -4,24 +4,32 @@ import gzip
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nanotron.data import tokenize_progress
 from nanotron.data.documents import HubDataset, Piece, find_pieces, read_texts
 from nanotron.data.nanoset import read_metadata
 from nanotron.data.nanoset_writer import metadata_text
 from nanotron.data.token_files import open_token_files
 from nanotron.data.tokenize import Job, tokenize
+from nanotron.data.tokenize_progress import TokenizeProgress
 from nanotron.data.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
 
 TEXTS = [f"Document {number}: " + "the quick brown fox, naïve café 你好 " * (number % 7 + 1) for number in range(300)]
+
+PROGRESS = re.compile(
+    r"\S+: ((?P<share>\d+)%, )?(?P<shards>\d+) of \d+ shards, \S+ documents, \S+ tokens, \S+ tokens/s(, \S+ left)?"
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +98,11 @@ def test_pieces_of_a_file_read_each_line_once_wherever_they_are_cut(tmp_path):
     size = os.path.getsize(path)
     for cut in range(1, size):
         pieces = [Piece("lines", path, 0, cut, cut), Piece("lines", path, cut, size, size - cut)]
-        assert [text for piece in pieces for text, _ in read_texts(piece, "text", HubDataset())] == TEXTS[:4]
+        assert [text for piece in pieces for text, *_ in read_texts(piece, "text", HubDataset())] == TEXTS[:4]
     for piece_size in range(20, 400, 7):
         pieces = find_pieces([path], HubDataset(), piece_size=piece_size)
         assert sum(piece.size for piece in pieces) == size
-        assert [text for piece in pieces for text, _ in read_texts(piece, "text", HubDataset())] == TEXTS[:4]
+        assert [text for piece in pieces for text, *_ in read_texts(piece, "text", HubDataset())] == TEXTS[:4]
 
 
 def test_several_workers_write_the_same_bytes_as_one(tmp_path, tokenizer):
@@ -217,9 +225,10 @@ def test_another_input_or_tokenizer_in_the_same_folder_is_refused(tmp_path, toke
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": "a"}\nnot json\n', r"bad.jsonl: the line at byte 14 is not JSON"),
-        (b'{"body": "a"}\n', r"bad.jsonl: the line at byte 0 has no column 'text', only 'body'; choose with --column"),
-        (b'{"text": 3}\n', r"the line at byte 0: column 'text' holds int, not text"),
+        (b'{"text": "a"}\nnot json\n', r"bad.jsonl: line 2 \(byte 14\) is not JSON"),
+        (b'{"body": "a"}\n', r"bad.jsonl: line 1 \(byte 0\) has no column 'text', only 'body'; choose with --column"),
+        (b'{"text": 3}\n', r"line 1 \(byte 0\): column 'text' holds int, not text"),
+        (b'{"text": "a"}\n\n["b"]\n', r"bad.jsonl: line 3 \(byte 15\) is not a JSON object"),
         (b'{"text": ""}\n', r"hold no text in column 'text'"),
     ],
 )
@@ -256,10 +265,84 @@ def test_the_command_tokenizes_in_parallel_and_says_the_totals(tmp_path):
     source = write_input(tmp_path / "in", "jsonl")
     command = ["-m", "nanotron.cli", "tokenize", source, "--output", "out", "--train-bpe", 400, "--workers", 2]
     done = run(*command, folder=tmp_path)
-    assert done.stderr == ""
+    assert all(PROGRESS.fullmatch(line) for line in done.stderr.splitlines())  # none unless it takes a second
     assert done.stdout.startswith("out: 300 documents, ")
+    assert len(done.stdout.splitlines()) == 1
     assert decoded(str(tmp_path / "out")) == TEXTS
     assert "1 of them from before" in run(*command, folder=tmp_path).stdout
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(tmp_path, tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(tokenize_progress, "REFRESH_S", 0.001)
+    monkeypatch.setattr(tokenize_progress, "LINE_S", 0.0)
+    monkeypatch.setattr(tokenize_progress, "SHARD_LINE_S", 0.0)
+    source = write_input(tmp_path / "in", "jsonl", TEXTS * 100)
+    tokenize(Job([source], str(tmp_path / "out"), tokenizer=tokenizer, shard_bytes=10**9))
+    lines = capsys.readouterr().err.splitlines()
+    matches = [PROGRESS.fullmatch(line) for line in lines]
+    assert all(matches), lines
+    assert any(match["shards"] == "0" and match["share"] != "0" for match in matches)  # within the shard
+    assert (matches[-1]["shards"], matches[-1]["share"]) == ("1", "100")
+    tokenize(Job([source], str(tmp_path / "quiet"), tokenizer=tokenizer), show_progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_lines_are_as_far_apart_as_they_should_be(monkeypatch, capsys):
+    clock = [100.0]
+    monkeypatch.setattr(tokenize_progress.time, "monotonic", lambda: clock[0])
+    progress = TokenizeProgress("out", 1000, 3)
+    for seconds, size, shards in [(0, 100, 0), (9, 300, 0), (1, 400, 0), (0.9, 500, 1), (0.2, 500, 1), (9, 600, 1)]:
+        clock[0] += seconds
+        progress.counters[:] = [size, 2, 5 * size, shards]
+        progress._refresh()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "out: 40%, 0 of 3 shards, 2 documents, 2K tokens, 200 tokens/s, 15s left"
+    assert second == "out: 50%, 1 of 3 shards, 2 documents, 2.5K tokens, 225 tokens/s, 11s left"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt", "hf"])
+@pytest.mark.parametrize("append_eos", [True, False])
+def test_empty_documents_are_left_out_counted_and_the_first_is_named(tmp_path, tokenizer, kind, append_eos):
+    texts = [*TEXTS[:60], "", *TEXTS[60:90], "", "", *TEXTS[90:]]
+    source = write_input(tmp_path / "in", kind, texts)
+    output = str(tmp_path / "out")
+    summary = tokenize(Job([source], output, tokenizer=tokenizer, append_eos=append_eos, shard_bytes=3000))
+    assert (summary.documents, summary.empty_documents) == (300, 3)
+    assert summary.first_empty == {
+        "txt": f"{source}/00060.txt",
+        "parquet": f"{source}: row 60",
+        "hf": f"{source}: row 60",
+    }.get(kind, f"{source}: line 61 (byte {byte_of_line(texts, 60)})")
+    assert summary.left_out == f"left out 3 empty documents, the first: {summary.first_empty}"
+    for file in open_token_files(output):
+        assert (np.diff(file.document_ends, prepend=np.uint64(0)) > 0).all()
+    assert append_eos is False or decoded(output) == TEXTS
+
+
+def byte_of_line(texts, number):
+    return sum(len(json.dumps({"id": n, "text": text})) + 1 for n, text in enumerate(texts[:number]))
+
+
+def test_files_without_anything_and_texts_without_a_token_are_named_too(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"a": 0, END_OF_TEXT: 1}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    save_tokenizer(words, str(tmp_path / "words"), eos=END_OF_TEXT)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "b.jsonl").write_text('{"text": "a a"}\n{"text": "  "}\n')
+    job = Job([str(tmp_path / "in")], str(tmp_path / "out"), tokenizer=str(tmp_path / "words"), append_eos=False)
+    assert tokenize(job).left_out == f"left out 1 empty document, the first: {tmp_path}/in/b.jsonl: line 2 (byte 16)"
+    (tmp_path / "in" / "a.jsonl").write_text("")
+    summary = tokenize(replace(job, output=str(tmp_path / "out2")))
+    assert (summary.documents, summary.empty_documents) == (1, 2)
+    assert summary.first_empty == f"{tmp_path}/in/a.jsonl"
+
+
+def test_the_command_says_what_it_left_out(tmp_path):
+    source = write_input(tmp_path / "in", "jsonl", [*TEXTS, ""])
+    done = run("-m", "nanotron.cli", "tokenize", source, "-o", "out", "--train-bpe", 400, folder=tmp_path)
+    assert done.stdout.splitlines()[1].startswith(f"out: left out 1 empty document, the first: {source}: line 301 (by")
 
 
 def test_the_command_says_when_the_trained_bpe_is_smaller_than_asked_for(tmp_path):

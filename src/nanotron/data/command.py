@@ -32,7 +32,7 @@ def run_tokenize(
     hub: HubDataset | None = None,
     workers: int | None = None,
 ) -> None:
-    """Tokenize and print one line of totals."""
+    """Tokenize and print one line of totals, and one about empty documents if there were any."""
     from nanotron.data.tokenize import Job, tokenize
 
     if not inputs or output is None:
@@ -45,6 +45,8 @@ def run_tokenize(
     shards = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
     shortfall = _shortfall(output, train_bpe)
     print(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}{shortfall}")
+    if summary.left_out:
+        print(f"{output}: {summary.left_out}")
 
 
 def _shortfall(output: str, train_bpe: int | None) -> str:

@@ -22,6 +22,7 @@ TEXT_SUFFIXES = (".txt", ".text", ".md", ".py")
 LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 ROWS_PER_PIECE = 10_000
+CHUNK = 2**20
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
 
 
@@ -34,6 +35,15 @@ class Piece(NamedTuple):
     start: int
     stop: int
     size: int
+
+
+class Text(NamedTuple):
+    """A document as it is read; `size` is its part of the piece's size."""
+
+    text: str
+    size: int
+    place: int | None
+    """The byte where its line begins, or its row; None: it is all that the file holds, if anything."""
 
 
 class HubDataset(NamedTuple):
@@ -156,20 +166,36 @@ def open_hub_dataset(name: str, hub: HubDataset) -> Any:
         raise ConfigError(f"{name!r} is no file, glob or folder, and as a Hugging Face data set: {reason}") from None
 
 
-def read_texts(piece: Piece, column: str, hub: HubDataset) -> Iterator[tuple[str, int]]:
-    """The texts of a piece, each with how much of the piece's size it takes; texts without a character are left out."""
+def read_texts(piece: Piece, column: str, hub: HubDataset) -> Iterator[Text]:
+    """The texts of a piece, those without a character too."""
     readers = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}
     reader = readers.get(piece.kind)
-    texts = reader(piece, column) if reader else _read_hub(piece, column, hub)
-    return ((text, size) for text, size in texts if text)
+    return reader(piece, column) if reader else _read_hub(piece, column, hub)
 
 
-def _read_text(piece: Piece, column: str) -> Iterator[tuple[str, int]]:
+def place_of(piece: Piece, place: int | None) -> str:
+    """What a person needs to find a text: its file, and the line or row in it. Lines before it are counted."""
+    if place is None:
+        return piece.path
+    if piece.kind == "lines":
+        return f"{piece.path}: line {_line_number(piece.path, place)} (byte {place})"
+    shard = f"shard {piece.start}, " if piece.kind == "hf-streaming" else ""
+    return f"{piece.path}: {shard}row {place}"
+
+
+def _line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line that begins at a byte of the file, decompressed."""
+    with _open(path) as file:
+        lengths = [CHUNK] * (offset // CHUNK) + [offset % CHUNK]
+        return 1 + sum(file.read(length).count(b"\n") for length in lengths)
+
+
+def _read_text(piece: Piece, column: str) -> Iterator[Text]:
     with _open(piece.path) as file:
-        yield _decoded(file.read(), piece.path, 0), piece.size
+        yield Text(_decoded(file.read(), piece.path, 0), piece.size, None)
 
 
-def _read_lines(piece: Piece, column: str) -> Iterator[tuple[str, int]]:
+def _read_lines(piece: Piece, column: str) -> Iterator[Text]:
     """The lines that begin in [start, stop); the line that straddles `start` belongs to the piece before."""
     compressed = piece.path.endswith(COMPRESSED_SUFFIXES)
     with _open(piece.path) as file:
@@ -180,20 +206,25 @@ def _read_lines(piece: Piece, column: str) -> Iterator[tuple[str, int]]:
         while compressed or offset < piece.stop:
             line = file.readline()
             if not line:
-                return
+                break
             if not line.isspace():
-                yield _parse(line, piece.path, offset, column), len(line)
+                yield Text(_parse(line, piece, offset, column), len(line), offset)
             offset += len(line)
+    if offset == 0:
+        yield Text("", 0, None)
 
 
-def _parse(line: bytes, path: str, offset: int, column: str) -> str:
+def _parse(line: bytes, piece: Piece, offset: int, column: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{path}: the line at byte {offset} is not JSON: {error}") from None
+        raise ConfigError(f"{place_of(piece, offset)} is not JSON: {error}") from None
+    if isinstance(row, dict) and isinstance(text := row.get(column), str):
+        return text
+    where = place_of(piece, offset)
     if not isinstance(row, dict):
-        raise ConfigError(f"{path}: the line at byte {offset} is not a JSON object")
-    return text_of(row, column, f"{path}: the line at byte {offset}")
+        raise ConfigError(f"{where} is not a JSON object")
+    return text_of(row, column, where)
 
 
 def text_of(row: dict[str, Any], column: str, where: str) -> str:
@@ -208,26 +239,31 @@ def text_of(row: dict[str, Any], column: str, where: str) -> str:
     return text
 
 
-def _read_parquet(piece: Piece, column: str) -> Iterator[tuple[str, int]]:
+def _read_parquet(piece: Piece, column: str) -> Iterator[Text]:
     file = _open_parquet(piece.path)
     names = file.schema_arrow.names
     if column not in names:
         raise ConfigError(f"{piece.path} has no column {column!r}, only {', '.join(map(repr, names))}")
-    groups = range(piece.start, piece.stop)
-    rows = sum(file.metadata.row_group(group).num_rows for group in groups)
-    for batch in file.iter_batches(batch_size=1000, row_groups=list(groups), columns=[column]):
+    sizes = [file.metadata.row_group(group).num_rows for group in range(piece.stop)]
+    row, rows = sum(sizes[: piece.start]), sum(sizes[piece.start :])
+    if rows == 0:
+        yield Text("", piece.size, None)
+    for batch in file.iter_batches(batch_size=1000, row_groups=list(range(piece.start, piece.stop)), columns=[column]):
         for text in batch.column(0).to_pylist():
-            yield text or "", piece.size // max(1, rows)
+            if not isinstance(text, str | None):
+                raise ConfigError(f"{piece.path}: row {row}: column {column!r} holds {type(text).__name__}, not text")
+            yield Text(text or "", piece.size // rows, row)
+            row += 1
 
 
-def _read_hub(piece: Piece, column: str, hub: HubDataset) -> Iterator[tuple[str, int]]:
+def _read_hub(piece: Piece, column: str, hub: HubDataset) -> Iterator[Text]:
     dataset = open_hub_dataset(piece.path, hub)
     if piece.kind == "hf-streaming":
-        rows = dataset.shard(num_shards=piece.stop, index=piece.start) if piece.stop > 1 else dataset
+        rows, first = (dataset.shard(num_shards=piece.stop, index=piece.start) if piece.stop > 1 else dataset), 0
     else:
-        rows = dataset.select(range(piece.start, piece.stop))
-    for number, row in enumerate(rows):
-        yield text_of(row, column, f"{piece.path}: row {piece.start + number}"), 1
+        rows, first = dataset.select(range(piece.start, piece.stop)), piece.start
+    for number, row in enumerate(rows, first):
+        yield Text(text_of(row, column, place_of(piece, number)), 1, number)
 
 
 @contextmanager

@@ -19,6 +19,9 @@ from nanotron.data.documents import HubDataset, open_hub_dataset
 from nanotron.data.probe import tokenizer_name
 from nanotron.data.tokenizer import end_of_document_token, tokenizer_file
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
+
+logger = get_logger(__name__)
 
 CACHE_FOLDER = "data/hf"
 
@@ -92,7 +95,8 @@ def _tokenize(dataset: PretrainDatasetsArgs, name: str, hub: HubDataset, tokeniz
         hub=hub,
         workers=dataset.dataset_processing_num_proc_per_process,
     )
-    tokenize(job)
+    if left_out := tokenize(job).left_out:
+        logger.warning(f"{folder}: {left_out}")
 
 
 def prepare_sft_dataset(

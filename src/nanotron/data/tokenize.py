@@ -16,18 +16,18 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from nanotron.data.documents import HubDataset, Piece, find_pieces, read_texts
+from nanotron.data.documents import HubDataset, Piece, Text, find_pieces, place_of, read_texts
 from nanotron.data.nanoset_writer import NanosetWriter, token_bytes_for, write_atomically
-from nanotron.data.tokenize_progress import TokenizeProgress
+from nanotron.data.tokenize_progress import COUNTERS, TokenizeProgress
 from nanotron.data.tokenizer import (
     END_OF_TEXT,
     end_of_document_token,
@@ -37,10 +37,12 @@ from nanotron.data.tokenizer import (
     vocab_size,
 )
 from nanotron.errors import ConfigError
+from nanotron.logging import human_format
 
 SHARD_BYTES = 64 * 2**20
 BPE_TRAINING_CHARACTERS = 2**30
 BATCH_CHARACTERS = 2**21
+BATCH_TEXTS = 2**16  # however short they are
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,16 @@ class Summary:
     shards: int
     resumed_shards: int
     """Shards that an earlier, interrupted call had finished."""
+    empty_documents: int
+    """Documents of the input that have no tokens; they are left out."""
+    first_empty: str | None
+    """The file of the first of them, and its line or row."""
+
+    @property
+    def left_out(self) -> str | None:
+        """A line for the user about the documents that were left out, if any were."""
+        count, plural = human_format(self.empty_documents), "s" * (self.empty_documents > 1)
+        return f"left out {count} empty document{plural}, the first: {self.first_empty}" if self.first_empty else None
 
 
 @dataclass(frozen=True)
@@ -102,15 +114,25 @@ def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
     ]
     pending = [shard for shard in shards if not os.path.exists(_report_path(shard))]
     total = sum(piece.size for shard in pending for piece in shard.pieces)
-    with TokenizeProgress(total, visible=show_progress) as progress:
-        _run(pending, job.workers, progress)
-    reports = [json.loads(Path(_report_path(shard)).read_text()) for shard in shards]
-    documents, tokens = (sum(report[key] for report in reports) for key in ("documents", "tokens"))
-    if tokens == 0:
+    with TokenizeProgress(job.output, total, len(pending), visible=show_progress) as progress:
+        _run(pending, job.workers, progress.counters)
+    summary = _summarize(shards, len(shards) - len(pending))
+    if summary.tokens == 0:
         raise ConfigError(f"{', '.join(job.inputs)} hold no text in column {job.column!r}; nothing was written")
-    summary = Summary(documents, tokens, len(shards), len(shards) - len(pending))
     write_atomically(os.path.join(job.output, ".tokenize", "summary.json"), json.dumps(asdict(summary)).encode())
     return summary
+
+
+def _summarize(shards: Sequence[_Shard], resumed: int) -> Summary:
+    """The totals of the shards' reports."""
+    reports = [json.loads(Path(_report_path(shard)).read_text()) for shard in shards]
+    documents, tokens, empty = (sum(report[key] for report in reports) for key in ("documents", "tokens", "empty"))
+    firsts = (
+        place_of(shard.pieces[report["first_empty"][0]], report["first_empty"][1])
+        for shard, report in zip(shards, reports, strict=True)
+        if report["empty"]
+    )
+    return Summary(documents, tokens, len(shards), resumed, empty, next(firsts, None))
 
 
 def _group(pieces: Sequence[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
@@ -169,11 +191,13 @@ def _prepare_tokenizer(job: Job, pieces: Sequence[Piece]) -> Tokenizer:
 def _training_texts(job: Job, pieces: Sequence[Piece]) -> Iterator[str]:
     """The first texts of the input, as many as a BPE profits from."""
     characters = 0
-    for text, _ in chain.from_iterable(read_texts(piece, job.column, job.hub) for piece in pieces):
-        yield text
-        characters += len(text)
-        if characters > BPE_TRAINING_CHARACTERS:
-            return
+    for piece in pieces:
+        for text, *_ in read_texts(piece, job.column, job.hub):
+            if text:
+                yield text
+            characters += len(text)
+            if characters > BPE_TRAINING_CHARACTERS:
+                return
 
 
 def _eos_id(job: Job, tokenizer: Tokenizer) -> int | None:
@@ -194,24 +218,19 @@ def _report_path(shard: _Shard) -> str:
     return os.path.join(shard.output, ".tokenize", f"{shard.number:05d}.json")
 
 
-def _run(shards: Sequence[_Shard], workers: int, progress: TokenizeProgress) -> None:
+def _run(shards: Sequence[_Shard], workers: int, counters: SynchronizedArray[int]) -> None:
     """Tokenize the shards in this process, or in as many as asked for."""
     if workers <= 1 or len(shards) <= 1:
         for shard in shards:
-            tokenize_shard(shard, progress.counters)
-            progress.refresh()
+            tokenize_shard(shard, counters)
         return
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        min(workers, len(shards)), mp_context=context, initializer=_start_worker, initargs=(progress.counters,)
+        min(workers, len(shards)), mp_context=context, initializer=_start_worker, initargs=(counters,)
     )
     try:
-        running: set[Future[None]] = {pool.submit(_tokenize_in_worker, shard) for shard in shards}
-        while running:
-            finished, running = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
-            for future in finished:
-                future.result()
-            progress.refresh()
+        for future in as_completed([pool.submit(_tokenize_in_worker, shard) for shard in shards]):
+            future.result()
     except BrokenProcessPool:
         raise ConfigError(
             "a worker was killed (out of memory?); the same command goes on from the finished shards, --workers N "
@@ -236,38 +255,66 @@ def _tokenize_in_worker(shard: _Shard) -> None:
 
 
 def tokenize_shard(shard: _Shard, counters: SynchronizedArray[int]) -> None:
-    """Write one shard and then its report; counters are [size read, documents, tokens]."""
+    """Write one shard and then its report; the counters are those of TokenizeProgress."""
     tokenizer = load_tokenizer(shard.tokenizer_name)
     path = os.path.join(shard.output, f"{shard.number:05d}_unshuffled.ds")
-    with NanosetWriter(
-        path, tokenizer=shard.tokenizer_name, token_bytes=token_bytes_for(vocab_size(tokenizer))
-    ) as writer:
-        for texts, size in _batches(shard):
+    token_bytes = token_bytes_for(vocab_size(tokenizer))
+    empty: list[_Read] = []
+    with NanosetWriter(path, tokenizer=shard.tokenizer_name, token_bytes=token_bytes) as writer:
+        for batch in _batches(shard):
             before = writer.num_tokens
-            # Without an end token the tokenizer's own template is applied, as datatrove does.
-            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=shard.eos_id is None)
-            documents = [encoding.ids for encoding in encodings]
-            if shard.eos_id is not None:
-                for document in documents:
-                    document.append(shard.eos_id)
+            documents = _encode(tokenizer, [read.text.text for read in batch], shard.eos_id)
+            empty += [read for read, document in zip(batch, documents, strict=True) if not document]
+            documents = [document for document in documents if document]
             writer.write(documents)
-            with counters.get_lock():
-                for place, count in enumerate((size, len(texts), writer.num_tokens - before)):
-                    counters[place] += count
-    report = {"documents": writer.num_documents, "tokens": writer.num_tokens}
+            size = sum(read.text.size for read in batch)
+            _count(counters, size=size, documents=len(documents), tokens=writer.num_tokens - before)
+    first = (empty[0].piece, empty[0].text.place) if empty else None
+    report = {
+        "documents": writer.num_documents,
+        "tokens": writer.num_tokens,
+        "empty": len(empty),
+        "first_empty": first,
+    }
     write_atomically(_report_path(shard), json.dumps(report).encode())
+    _count(counters, shards=1)
 
 
-def _batches(shard: _Shard) -> Iterator[tuple[list[str], int]]:
-    """Texts of about BATCH_CHARACTERS in all, with their share of the shard's size."""
-    texts: list[str] = []
-    characters = size = 0
-    for text, part in chain.from_iterable(read_texts(piece, shard.column, shard.hub) for piece in shard.pieces):
-        texts.append(text)
-        characters += len(text)
-        size += part
-        if characters > BATCH_CHARACTERS:
-            yield texts, size
-            texts, characters, size = [], 0, 0
-    if texts:
-        yield texts, size
+def _encode(tokenizer: Tokenizer, texts: list[str], eos_id: int | None) -> list[list[int]]:
+    """The token ids of each text; a text without a character has none, and gets no end token."""
+    # Without an end token the tokenizer's own template is applied, as datatrove does.
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=eos_id is None)
+    documents = [encoding.ids if text else [] for text, encoding in zip(texts, encodings, strict=True)]
+    if eos_id is not None:
+        for text, document in zip(texts, documents, strict=True):
+            if text:
+                document.append(eos_id)
+    return documents
+
+
+class _Read(NamedTuple):
+    """A text, and the number of its piece within the shard."""
+
+    piece: int
+    text: Text
+
+
+def _batches(shard: _Shard) -> Iterator[list[_Read]]:
+    """Texts of about BATCH_CHARACTERS in all."""
+    batch: list[_Read] = []
+    characters = 0
+    for number, piece in enumerate(shard.pieces):
+        for text in read_texts(piece, shard.column, shard.hub):
+            batch.append(_Read(number, text))
+            characters += len(text.text)
+            if characters > BATCH_CHARACTERS or len(batch) == BATCH_TEXTS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _count(counters: SynchronizedArray[int], **counts: int) -> None:
+    with counters.get_lock():
+        for name, count in counts.items():
+            counters[COUNTERS.index(name)] += count
