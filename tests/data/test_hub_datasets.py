@@ -186,6 +186,25 @@ def test_a_data_set_that_is_not_sft_is_refused(tokenizer, columns, message):
         prepare_data(config)
 
 
+def test_examples_without_anything_to_learn_are_left_out_and_the_first_is_named(tokenizer, caplog):
+    said, asked = {"role": "assistant", "content": "hello"}, {"role": "user", "content": "why"}
+    whole = [[asked, said], [said], [asked, said]]
+    dataset = save({"messages": [whole[0], [asked], whole[1], [], [asked], whole[2]]})
+    config = config_for(tokenizer, {"hf_dataset_or_datasets": dataset, "sft_dataloader": True}, sequence_length=7)
+    feed, _ = rows(config)
+    (line,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert line == f"{dataset}: left out 3 of 6 examples, which have no text to learn; the first: row 1"
+    other = config_for(
+        tokenizer, {"hf_dataset_or_datasets": save({"messages": whole}, "whole"), "sft_dataloader": True},
+        sequence_length=7,
+    )  # fmt: skip
+    same, _ = rows(other)
+    source, expected = (one._stages[0].stage.sources[0] for one in (feed, same))
+    assert len(source) == len(expected)
+    for index in range(len(source)):
+        assert source.window(index).tokens.tolist() == expected.window(index).tokens.tolist()
+
+
 def test_texts_without_a_tokenizer_are_refused(tokenizer):
     config = config_for(None, {"hf_dataset_or_datasets": save({"text": TEXTS})})
     with pytest.raises(ConfigError, match=r"tokenizer.tokenizer_name_or_path: missing"):

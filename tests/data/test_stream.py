@@ -71,6 +71,24 @@ def test_token_ids_beyond_the_vocabulary_are_named():
         stream([[4, 100, 5]], 1).next()
 
 
+def test_an_empty_document_of_a_stream_is_named_once_and_counted_from_the_start_of_the_epoch(caplog):
+    documents = [[1, 2], [3, 4], [], [5], []]
+    source = stream(documents, 1)
+    with caplog.at_level("WARNING", logger="nanotron"):
+        for _ in range(3):
+            source.next()
+        position = source.state_dict()
+        for _ in range(10):
+            source.next()
+    (record,) = caplog.records
+    assert record.getMessage() == "x: document 2 has no tokens; empty documents are skipped"
+    caplog.clear()
+    resumed = stream(documents, 1)
+    resumed.load_state_dict(position)
+    resumed.next()
+    assert [record.getMessage().split(" has")[0] for record in caplog.records] == ["x: document 2"]
+
+
 def config_for(dataset, *, dp=1, tokenizer=None, **data):
     stages = [{"name": "a", "start_training_step": 1, "data": {"dataset": dataset, **data}}]
     return make_config(data_stages=stages, dp=dp, tokenizer={"tokenizer_name_or_path": tokenizer})

@@ -23,6 +23,7 @@ LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 COMPRESSED_SUFFIXES = (".gz", ".zst")
 ROWS_PER_PIECE = 10_000
 CHUNK = 2**20
+CHOOSE_COLUMN = "choose with --column, in a config with text_column_name"
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
 
 
@@ -230,7 +231,7 @@ def _parse(line: bytes, piece: Piece, offset: int, column: str) -> str:
 def text_of(row: dict[str, Any], column: str, where: str) -> str:
     """The text in a row's column; `where` begins the line for the user if there is none."""
     if column not in row:
-        raise ConfigError(f"{where} has no column {column!r}, only {', '.join(map(repr, row))}; choose with --column")
+        raise ConfigError(f"{where} has no column {column!r}, only {', '.join(map(repr, row))}; {CHOOSE_COLUMN}")
     text = row[column]
     if text is None:
         return ""
@@ -243,7 +244,7 @@ def _read_parquet(piece: Piece, column: str) -> Iterator[Text]:
     file = _open_parquet(piece.path)
     names = file.schema_arrow.names
     if column not in names:
-        raise ConfigError(f"{piece.path} has no column {column!r}, only {', '.join(map(repr, names))}")
+        raise ConfigError(f"{piece.path} has no column {column!r}, only {', '.join(map(repr, names))}; {CHOOSE_COLUMN}")
     sizes = [file.metadata.row_group(group).num_rows for group in range(piece.stop)]
     row, rows = sum(sizes[: piece.start]), sum(sizes[piece.start :])
     if rows == 0:

@@ -116,9 +116,15 @@ def prepare_sft_dataset(
             if not os.path.exists(path):
                 rows = open_hub_dataset(name, hub)
                 count = int(len(rows) * hub.fraction)
-                write_examples(rows.select(range(min(count, dataset.debug_max_samples or count))), path, tokenizer)
+                rows = rows.select(range(min(count, dataset.debug_max_samples or count)))
+                if left_out := write_examples(rows, path, tokenizer):
+                    number, total = len(left_out), len(rows)
+                    logger.warning(
+                        f"{name}: left out {number} of {total} examples, which have no text to learn; "
+                        f"the first: row {left_out[0]}"
+                    )
             if not os.path.exists(path):
-                raise ConfigError(f"{name!r} holds no example")
+                raise ConfigError(f"{name!r} holds no example with a text to learn")
             if not os.path.exists(rows_path):
                 ends = open_nanoset_file(path).document_ends
                 assert ends is not None

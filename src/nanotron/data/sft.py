@@ -37,12 +37,17 @@ class Example(NamedTuple):
     learned: list[tuple[int, int]]
 
 
-def write_examples(rows: Iterable[Mapping[str, Any]], path: str, tokenizer_name: str) -> None:
-    """Tokenize rows of a data set into the Nanoset file `path` with its `.loss`; it appears whole or not at all."""
+def write_examples(rows: Iterable[Mapping[str, Any]], path: str, tokenizer_name: str) -> list[int]:
+    """Tokenize rows of a data set into the Nanoset file `path` with its `.loss`; it appears whole or not at all.
+
+    Returns the numbers of the rows that are left out: none of their tokens is a target.
+    """
+    left_out: list[int] = []
     tokenizer = load_tokenizer(tokenizer_name)
     template = ChatTemplate(tokenizer_name)
     end = end_of_document_token(tokenizer_name)
     examples = (_example(row, template, end, number) for number, row in enumerate(rows))
+    first = 0
     with NanosetWriter(path, tokenizer=tokenizer_name, token_bytes=token_bytes_for(vocab_size(tokenizer))) as writer:
         for batch in _batches(examples):
             encodings = tokenizer.encode_batch([example.text for example in batch], add_special_tokens=False)
@@ -50,7 +55,11 @@ def write_examples(rows: Iterable[Mapping[str, Any]], path: str, tokenizer_name:
                 [any(start <= offset < stop for start, stop in example.learned) for offset, _ in encoding.offsets]
                 for example, encoding in zip(batch, encodings, strict=True)
             ]
-            writer.write([encoding.ids for encoding in encodings], targets)
+            kept = [number for number, learned in enumerate(targets) if any(learned)]
+            writer.write([encodings[number].ids for number in kept], [targets[number] for number in kept])
+            left_out += [first + number for number, learned in enumerate(targets) if not any(learned)]
+            first += len(batch)
+    return left_out
 
 
 def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:

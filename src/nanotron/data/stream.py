@@ -17,6 +17,9 @@ import numpy.typing as npt
 
 from nanotron.data.windows import Window, join
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
+
+logger = get_logger(__name__)
 
 Tokens = npt.NDArray[np.int64]
 
@@ -89,6 +92,8 @@ class DocumentStream:
         self._vocab_size = vocab_size
         self._repeat = repeat
         self._epoch = 0
+        self._number = 0  # documents read in this epoch
+        self._named_empty = False
         self._documents: Any = None
         self._iterator: Iterator[Any] = iter(())
         self._pending: deque[tuple[dict[str, Any], Tokens]] = deque()  # documents in use, and the state before each
@@ -125,18 +130,20 @@ class DocumentStream:
     def _read_document(self) -> None:
         if self._documents is None:
             self._open()
-        state = {"epoch": self._epoch, "documents": self._documents.state_dict()}
+        state = {"epoch": self._epoch, "number": self._number, "documents": self._documents.state_dict()}
         try:
             document = next(self._iterator)
         except StopIteration:
             self._end_epoch()
             return
+        self._number += 1
         tokens = np.array(self._encode(document), dtype=np.int64)
         if tokens.size == 0:
+            self._name_empty()
             return
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
             raise ConfigError(
-                f"{self.name}: a document has token ids from {tokens.min()} to {tokens.max()}; "
+                f"{self.name}: document {self._number - 1} has token ids from {tokens.min()} to {tokens.max()}; "
                 f"0 to {self._vocab_size - 1} (vocab_size) are legal. It begins {tokens[:8].tolist()}"
             )
         self._epoch_is_empty = False
@@ -144,12 +151,17 @@ class DocumentStream:
         self._pending.append((state, tokens))
         self._available += len(tokens) - used
 
+    def _name_empty(self) -> None:
+        if not self._named_empty:
+            self._named_empty = True
+            logger.warning(f"{self.name}: document {self._number - 1} has no tokens; empty documents are skipped")
+
     def _end_epoch(self) -> None:
         if self._epoch_is_empty:
             raise ConfigError(f"{self.name} gives no documents")
         if not self._repeat:
             raise EndOfData(f"{self.name} has no documents left and data.repeat is false")
-        self._epoch += 1
+        self._epoch, self._number = self._epoch + 1, 0
         self._open()
 
     def fingerprint(self) -> dict[str, Any]:
@@ -161,10 +173,11 @@ class DocumentStream:
         if self._pending:
             return {**self._pending[0][0], "offset": self._offset}
         documents = None if self._documents is None else self._documents.state_dict()
-        return {"epoch": self._epoch, "documents": documents, "offset": 0}
+        return {"epoch": self._epoch, "number": self._number, "documents": documents, "offset": 0}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position that state_dict gave."""
-        self._epoch, self._offset, self._available = state["epoch"], state["offset"], 0
+        self._epoch, self._number = state["epoch"], state["number"]
+        self._offset, self._available = state["offset"], 0
         self._pending.clear()
         self._open(state["documents"])
