@@ -31,7 +31,8 @@ def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
 def pipeline_schedule(config: Config) -> Schedule:
     """The run's schedule; also says which rank holds which stage."""
     layout = config.parallelism
-    return find_schedule(layout.pp_engine, layout.pp, layout.pp_virtual_stages)
+    schedule = find_schedule(layout.pp_engine, layout.pp, layout.pp_virtual_stages)
+    return replace(schedule, sends_before_weights=not layout.recompute_layer)
 
 
 def layers_of_stages(config: Config) -> list[tuple[int, int]]:

@@ -143,3 +143,26 @@ def test_peak_counts_what_is_alive_at_once() -> None:
 def test_transfers_cost_time_only_where_somebody_waits() -> None:
     schedule = get_schedule("afab", 2)
     assert execute(schedule, 4, transfer=0.5).duration == execute(schedule, 4).duration + 2 * 0.5
+
+
+@pytest.mark.parametrize("name", ["afab", "1f1b", "interleaved_1f1b", "zb_h1", "zbv"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_backward_in_one_piece_is_proven_too_and_stashes_no_more(name: str, ranks: int) -> None:
+    apart = get_schedule(name, ranks, 2 if name == "interleaved_1f1b" else 1)
+    in_one_piece = replace(apart, sends_before_weights=False)
+    for rank, program in enumerate(prove(in_one_piece, 4 * ranks)):
+        explicit = sum(action.kind == "W" for action in apart.actions(rank, 4 * ranks))
+        assert sum(step.kind == "W" for step in program if isinstance(step, Action)) == explicit
+
+
+def test_a_backward_in_one_piece_keeps_its_neighbour_waiting_and_stashes_nothing() -> None:
+    apart = get_schedule("1f1b", 4)
+    in_one_piece = replace(apart, sends_before_weights=False)
+    assert execute(apart, 8).duration == 3 * 8 + 2 * 3
+    assert execute(in_one_piece, 8).duration == 3 * 8 + 3 * 3  # each of the 3 ranks on the way waits for W as well
+    peaks = {
+        schedule: [peak(schedule, rank, program) for rank, program in enumerate(prove(schedule, 8))]
+        for schedule in (apart, in_one_piece)
+    }
+    assert [found.stashes for found in peaks[apart]] == [0, 1, 1, 1]  # rank 0 sends no gradient: its BW is one piece
+    assert [found.stashes for found in peaks[in_one_piece]] == [0, 0, 0, 0]

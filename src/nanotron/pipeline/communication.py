@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nanotron.pipeline.schedules import Action, Schedule
+from nanotron.pipeline.schedules import Action, Schedule, split_fused
 from nanotron.pipeline.timeline import Message, Span, execute, output_of
 
 
@@ -47,7 +47,7 @@ def make_exchange(rank: int, transfers: tuple[Transfer, ...]) -> Exchange:
 def communication(schedule: Schedule, microbatches: int) -> list[Program]:
     """Every rank's actions with its sends and receives between them; the actions must be complete (check_actions).
 
-    A BW whose gradient leaves the rank is written B, send, W; any other stays one BW.
+    A BW whose gradient leaves the rank before the weights' are computed is written B, send, W; any other stays one BW.
     Transfers of one pair of ranks at the same moment are one exchange.
     """
     spans = execute(schedule, microbatches).spans
@@ -67,7 +67,7 @@ def communication(schedule: Schedule, microbatches: int) -> list[Program]:
             events[rank].append(((when, 0, low, high), make_exchange(rank, ordered)))
     for rank in range(schedule.ranks):
         actions = _fuse(schedule, rank, schedule.actions(rank, microbatches))
-        starts = {(span.kind, span.microbatch, span.chunk): span.start for span in spans if span.rank == rank}
+        starts = {(span.kind[0], span.microbatch, span.chunk): span.start for span in spans if span.rank == rank}
         events[rank] += [((starts[(action.kind[0], *action[1:])], 1), action) for action in actions]
     return [[step for _, step in sorted(row, key=lambda event: event[0])] for row in events]
 
@@ -82,12 +82,13 @@ def _transfer_after(schedule: Schedule, span: Span) -> Transfer | None:
 
 
 def _fuse(schedule: Schedule, rank: int, actions: list[Action]) -> list[Action]:
-    """Split each BW whose gradient leaves the rank into B and W, so that it leaves between them."""
+    """Split each BW whose gradient leaves the rank between its B and its W."""
     steps: list[Action] = []
     for action in actions:
         message = output_of(schedule, rank, action)
-        if action.kind == "BW" and message is not None and schedule.holders[message.stage][0] != rank:
-            steps += [action._replace(kind="B"), action._replace(kind="W")]
+        leaves = message is not None and schedule.holders[message.stage][0] != rank
+        if leaves and schedule.sends_before_weights:
+            steps += split_fused([action])
         else:
             steps.append(action)
     return steps

@@ -21,7 +21,8 @@ from typing import NamedTuple
 class Action(NamedTuple):
     """One unit of work of a rank: `kind` of one microbatch through one of its chunks.
 
-    F: forward. B: gradient of the chunk's input. W: gradients of the chunk's weights. BW: B, send its result, then W.
+    F: forward. B: gradient of the chunk's input. W: gradients of the chunk's weights. BW: B and W; see Schedule for
+    when B's result leaves.
     """
 
     kind: str
@@ -30,6 +31,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+def split_fused(actions: Iterable[Action]) -> list[Action]:
+    """Write every BW as B, W."""
+    return [Action(kind, *action[1:]) for action in actions for kind in action.kind]
 
 
 Placement = Callable[[int, int, int], int]
@@ -48,6 +54,11 @@ class Schedule:
     num_chunks: int
     place: Placement
     order: ActionOrder
+    sends_before_weights: bool = True
+    """Whether the gradient of a BW leaves between its B and its W.
+
+    Else the neighbour waits for both, but no W's inputs are kept: under recomputation a whole chunk's would come back.
+    """
 
     @property
     def num_stages(self) -> int:
@@ -61,6 +72,11 @@ class Schedule:
     def actions(self, rank: int, microbatches: int) -> list[Action]:
         """What a rank does with a batch of this many microbatches, in order."""
         return [Action(*action) for action in self.order(rank, self.ranks, microbatches)]
+
+    def pieces(self, rank: int, microbatches: int) -> list[Action]:
+        """The same, each action in as many pieces as there are moments at which its results may leave."""
+        actions = self.actions(rank, microbatches)
+        return split_fused(actions) if self.sends_before_weights else actions
 
     @cached_property
     def holders(self) -> dict[int, tuple[int, int]]:

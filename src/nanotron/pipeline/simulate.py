@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from nanotron.errors import ConfigError
 from nanotron.pipeline.communication import Exchange, Program, Step, Transfer, communication
-from nanotron.pipeline.schedules import Action, Schedule
-from nanotron.pipeline.timeline import Message, StageCost, Timeline, execute, input_of, split_fused, unit_costs
+from nanotron.pipeline.schedules import Action, Schedule, split_fused
+from nanotron.pipeline.timeline import Message, StageCost, Timeline, execute, input_of, unit_costs
 
 
 class Peak(NamedTuple):

@@ -5,7 +5,7 @@ A `Timeline` is a list of spans, predicted here or measured by the engine (trace
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -85,11 +85,6 @@ def output_of(schedule: Schedule, rank: int, action: Action) -> Message | None:
     return None
 
 
-def split_fused(actions: Iterable[Action]) -> list[Action]:
-    """Write every BW as B, W: its result leaves between the two."""
-    return [Action(kind, *action[1:]) for action in actions for kind in action.kind]
-
-
 def unit_costs(kind: str, stage: int) -> float:
     """Every F, B and W takes one unit of time, as in the papers' drawings."""
     return 1.0
@@ -132,9 +127,7 @@ class _Clockwork:
         self, schedule: Schedule, microbatches: int, cost: StageCost, transfer: float, eager_weights: bool
     ) -> None:
         self.schedule, self.cost, self.transfer, self.eager_weights = schedule, cost, transfer, eager_weights
-        self.runnable = [
-            _Row(rank, split_fused(schedule.actions(rank, microbatches))) for rank in range(schedule.ranks)
-        ]
+        self.runnable = [_Row(rank, schedule.pieces(rank, microbatches)) for rank in range(schedule.ranks)]
         self.waiting: dict[Message, _Row] = {}  # ranks whose next input nobody has computed yet
         self.arrivals: dict[Message, float] = {}
         self.spans: list[Span] = []
@@ -167,7 +160,7 @@ class _Clockwork:
         if action.kind == "W":
             self._work(row, action, row.pending.get(action, 0.0))
             return
-        self._work(row, action, self.cost(action.kind, stage))
+        self._work(row, action, sum(self.cost(kind, stage) for kind in action.kind))
         if action.kind == "B":
             row.pending[action._replace(kind="W")] = self.cost("W", stage)
         message = output_of(self.schedule, row.rank, action)
