@@ -309,6 +309,11 @@ class ModelArgs:
         "Gradients that data parallelism sums at once, at most, in MiB.",
         gt=0,
     )
+    compile: bool = key(
+        False,
+        "Compile what lies between the matrix products (norms, rotation, SwiGLU, loss), so that each takes one pass"
+        " over memory; the first step takes seconds longer. Needs a C++ compiler.",
+    )
     loss_chunk: Int | None = key(
         None,
         "Tokens of a row whose logits exist at once: the rest are computed, and computed again in the backward pass,"

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanotron import attention
 from nanotron.mesh import AxisSizes, Mesh
-from nanotron.models import llama
 from nanotron.plan.counting import Counting
 
 
@@ -72,19 +72,19 @@ def counting(*, accelerator: bool) -> Iterator[Counting]:
 @contextmanager
 def _accelerator_kernels() -> Iterator[None]:
     """Have the models compute as on an accelerator, which has one kernel where a CPU is given several operations."""
-    norm, attend = llama.rms_norm, attention._attend  # type: ignore[attr-defined]
-    llama.rms_norm, attention._attend = _fused_rms_norm, _fused_attention  # type: ignore[attr-defined]
+    norm, attend = F.rms_norm, attention._attend
+    F.rms_norm, attention._attend = _fused_rms_norm, _fused_attention  # type: ignore[assignment]
     try:
         yield
     finally:
-        llama.rms_norm, attention._attend = norm, attend  # type: ignore[attr-defined]
+        F.rms_norm, attention._attend = norm, attend
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention._fused(q, k, v, None, is_causal=True)
 
 
-def _fused_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _fused_rms_norm(x: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
     result: Tensor = _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
     return result
 
