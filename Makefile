@@ -1,6 +1,7 @@
 # make train   a fresh clone to a trained model: environment, corpus, 8 ranks (dp 2 · tp 2 · pp 2), a generated text
 # make test    all tests            make lint    ruff and mypy           make parity  every layout against one process
 # make torture a run killed 48 times, which must end bit for bit like one that was not
+# make bench   ours and the peers in turn, as tables: docs/benchmarks.md (BENCH="one dp2 --rounds 5" chooses)
 # make setup   only .venv           make lock    pin new versions (needs uv)
 # make reference   docs/config.md, the compatibility table and the schema, written anew from the config's declarations
 
@@ -10,8 +11,9 @@ STAMP := .venv/.installed
 CONFIG := examples/config_tiny_llama.yaml
 RUN := runs/tiny_llama
 PROMPT := import os
+BENCH :=
 
-.PHONY: train test lint parity torture setup lock reference
+.PHONY: train test lint parity torture bench setup lock reference
 .DEFAULT_GOAL := train
 
 setup: $(STAMP)
@@ -41,6 +43,9 @@ parity: setup
 
 torture: setup
 	$(BIN)/python -m tests.checkpoint.torture 8
+
+bench: setup
+	$(BIN)/python -m bench $(BENCH)
 
 reference: setup
 	$(BIN)/python tools/write_reference.py

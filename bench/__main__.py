@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names, shape = options.subject or list(SUBJECTS), SHAPES[options.shape]
     contenders = [one for name in names for one in chosen(SUBJECTS[name], options.only)]
     facts = machine_facts(one.environment for one in contenders)
-    print("\n".join(describe(facts)))
+    print("\n".join(describe(facts)), flush=True)
     size = f"{shape.num_hidden_layers} layers of {shape.hidden_size}, vocabulary {shape.vocab_size}"
     batch = f"{shape.num_microbatches} microbatches of {shape.micro_batch_size} × {shape.sequence_length} tokens"
     print(f"shape {options.shape}: Llama, {size}; {batch}; medians of {options.rounds} rounds of {options.steps} steps")
     results = {name: run_subject(name, shape, options) for name in names}
     if options.json:
-        told = {"machine": facts, "shape": asdict(shape), "rounds": options.rounds, "steps": options.steps}
+        told = {"machine": facts, "shape": options.shape, "rounds": options.rounds, "steps": options.steps}
         options.json.write_text(json.dumps({**told, "subjects": results}, indent=1) + "\n")
     failed = [one for result in results.values() for one in result["contenders"].values() if one["failure"]]
     return 1 if failed else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import log
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -53,9 +53,19 @@ def lines(
     subject: Subject, contenders: Sequence[Contender], shape: Shape, measured: Mapping[str, Measured]
 ) -> list[Line]:
     """Results of all contenders but the limit, in their order."""
-    limit = measured.get(LIMIT.name)
-    peak = flops(shape, subject.world) / Spread.of(limit.seconds).median if limit and limit.seconds else None
+    peak = matmul_rate(subject, shape, measured)
     return [_line(contender, shape, measured, peak) for contender in contenders if contender is not LIMIT]
+
+
+def matmul_rate(subject: Subject, shape: Shape, measured: Mapping[str, Measured]) -> float | None:
+    """FLOP/s of the matrix products alone, of all processes together, in the best of the rounds."""
+    limit = measured.get(LIMIT.name)
+    return flops(shape, subject.world) / min(limit.seconds) if limit and limit.seconds else None
+
+
+def flops_per_token(shape: Shape) -> float:
+    """Model FLOPs of forward and backward."""
+    return flops_per_step(shape, num_samples=1, sequence_length=shape.sequence_length) / shape.sequence_length
 
 
 def _line(contender: Contender, shape: Shape, measured: Mapping[str, Measured], peak: float | None) -> Line:
@@ -66,8 +76,7 @@ def _line(contender: Contender, shape: Shape, measured: Mapping[str, Measured], 
     ratio = None
     if ours is not None and ours is not mine and not ours.failure:
         ratio = Spread.of([its / our for its, our in zip(mine.seconds, ours.seconds, strict=True)])
-    per_token = flops_per_step(shape, num_samples=1, sequence_length=shape.sequence_length) / shape.sequence_length
-    share = None if peak is None else rate.median * per_token / peak
+    share = None if peak is None else rate.median * flops_per_token(shape) / peak
     loss = mine.first_loss
     doubtful = loss is not None and not abs(loss - log(shape.vocab_size)) < LOSS_TOLERANCE
     return Line(contender.name, None, rate, ratio, share, loss, doubtful)
@@ -104,8 +113,6 @@ def _cells(line: Line) -> tuple[str, ...]:
 
 def as_json(subject: Subject, shape: Shape, found: Sequence[Line], measured: Mapping[str, Measured]) -> dict[str, Any]:
     """Everything that the table shows, and what it was made from."""
-    limit = measured.get(LIMIT.name)
-    rate = flops(shape, subject.world) / Spread.of(limit.seconds).median if limit and limit.seconds else None
     contenders = {}
     for line in found:
         contenders[line.name] = {
@@ -122,8 +129,8 @@ def as_json(subject: Subject, shape: Shape, found: Sequence[Line], measured: Map
         "dtype": subject.dtype,
         "processes": subject.world,
         "threads_each": subject.threads,
-        "matmul_flops_per_second": rate,
-        "model_flops_per_token": flops_per_step(shape, num_samples=1, sequence_length=shape.sequence_length)
-        // shape.sequence_length,
+        "shape": asdict(shape),
+        "matmul_flops_per_second": matmul_rate(subject, shape, measured),
+        "model_flops_per_token": flops_per_token(shape),
         "contenders": contenders,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +23,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shape = Shape(**asked["shape"])
+    torch.manual_seed(0)  # every rank keeps its shards of the weights that it has drawn itself
     model = whole_model(shape, shape.num_hidden_layers)
     precision = in_dtype(model, asked)
     for block in model.blocks:
