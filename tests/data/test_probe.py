@@ -89,6 +89,27 @@ def test_a_function_that_the_users_file_lacks_is_a_problem_and_the_file_is_not_r
     assert line.startswith(f"{key} cannot be read: {path} is not Python (")
 
 
+def test_one_weight_and_one_mapping_of_arguments_is_needed_for_each_source():
+    own = "examples/custom_data.py:counting"
+    hub = {"hf_dataset_or_datasets": ["a", "b"], "hf_dataset_splits": ["train", "test"], "dataset_weights": [1, 2, 3]}
+
+    def found(dataset):
+        stages = [{"name": "a", "start_training_step": 1, "data": {"dataset": dataset}}]
+        lines = [str(problem) for problem in probe_stages(make_config(data_stages=stages))]
+        return [line.removeprefix("data_stages[0].data.dataset.") for line in lines if line.startswith("data_stages")]
+
+    assert found(hub) == ["dataset_weights: 3 values for 4 data sets (names × splits); give one for each"]
+    assert found({**hub, "dataset_weights": [1, 1, 1, 0]})[0].startswith("dataset_weights: dataset_weights[3]=0.0 must")
+    assert found({**hub, "dataset_weights": [1, 1, 1, 2], "streaming": True}) == []
+    (line,) = found({"hf_dataset_or_datasets": []})
+    assert line == "hf_dataset_or_datasets: names no data set; name at least one, and a split of it"
+    assert found({"python": [own, own], "arguments": [{"step": 1}]}) == [
+        "arguments: 1 values for 2 functions of python; give one for each"
+    ]
+    (line,) = found({"python": [own, "absent.py:f"], "arguments": {}, "dataset_weights": [1, 2]})
+    assert line.startswith("python[1]: absent.py:f names no file")
+
+
 def test_probing_imports_neither_torch_nor_transformers(nanoset):
     script = (
         "import sys\nfrom nanotron.config import get_config_from_dict\nfrom nanotron.data.probe import probe_stages\n"
@@ -144,7 +165,6 @@ def test_keys_that_a_data_set_cannot_honour_are_problems(nanoset, tmp_path):
     found = [str(problem).split(": ")[0] for problem in probe_stages(make_config(data_stages=stages))]
     assert sorted(set(found)) == [
         "data_stages[0].data.dataset.hf_dataset_or_datasets",
-        "data_stages[0].data.shuffle_block",
         "data_stages[0].validation",
         "data_stages[0].validation.hf_dataset_or_datasets",
         "data_stages[0].validation.streaming",

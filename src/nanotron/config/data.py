@@ -38,6 +38,10 @@ Numbers = Annotated[
     Annotated[Int, Tag("<number>")] | Annotated[list[Int], Tag("<list of numbers>")],
     Discriminator(lambda value: "<list of numbers>" if isinstance(value, list) else "<number>"),
 ]
+Arguments = Annotated[
+    Annotated[dict[str, Any], Tag("<mapping>")] | Annotated[list[dict[str, Any]], Tag("<list of mappings>")],
+    Discriminator(lambda value: "<list of mappings>" if isinstance(value, list) else "<mapping>"),
+]
 StringList = Annotated[list[str], BeforeValidator(_as_list)]
 
 
@@ -98,6 +102,11 @@ class PretrainDatasetsArgs:
     dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
     dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.", notice=_CACHE)
     text_column_name: str = key("text", "Column that holds the text.")
+    dataset_weights: list[Float] | None = key(
+        None,
+        "Share of samples from each data set, or from each split of each; any positive numbers.",
+        derived="each one's share of the tokens; of streams, equal shares",
+    )
     streaming: bool = key(False, "Tokenize while training, without a copy on disk; the position is saved.")
 
 
@@ -115,19 +124,32 @@ class SFTDatasetsArgs:
     dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.", notice=_CACHE)
     sft_dataloader: bool = key(True, "Marks the kind of data set.", marker=True)
     debug_max_samples: Int | None = key(None, "Use only this many samples.", gt=0)
+    dataset_weights: list[Float] | None = key(
+        None,
+        "Share of samples from each data set, or from each split of each; any positive numbers.",
+        derived="each one's share of the rows",
+    )
 
 
 @section
 class CustomDatasetArgs:
-    """Data that a Python function of yours returns (examples/custom_data.py shows both kinds)."""
+    """Data that Python functions of yours return (examples/custom_data.py shows both kinds)."""
 
-    python: str = required(
-        "`file.py:function` or `module:function`; it returns an iterable of documents (texts or lists of token ids), "
-        "or an object with `__len__` and `__getitem__` that gives rows of sequence_length + 1 token ids.",
+    python: StringList = required(
+        "`file.py:function` or `module:function`, or a list of them; a function returns an iterable of documents "
+        "(texts or lists of token ids), or an object with `__len__` and `__getitem__` that gives rows of "
+        "sequence_length + 1 token ids.",
         example="examples/custom_data.py:counting",
-        min_length=3,
+        min_length=1,
     )
-    arguments: dict[str, Any] = key(None, "Keyword arguments of the function.", factory=dict)
+    arguments: Arguments = key(
+        None, "Keyword arguments: a mapping for every function, or a list of one for each.", factory=dict
+    )
+    dataset_weights: list[Float] | None = key(
+        None,
+        "Share of samples from each function's data; any positive numbers.",
+        derived="each one's share of the rows; of streams, equal shares",
+    )
 
 
 def _dataset_kind(value: Any) -> str:
@@ -169,7 +191,8 @@ class DataArgs:
     shuffle_block: Int | None = key(
         None,
         "Shuffle within blocks of this many neighbouring samples, and the blocks; kind to network file systems. "
-        "Null shuffles every sample over the whole data set.",
+        "Null shuffles every sample over the whole data set. Of a stream, blocks come one after another, each source's "
+        "in memory while it is shuffled; null keeps its order.",
         gt=0,
     )
     repeat: bool = key(

@@ -18,8 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from nanotron.config import CustomDatasetArgs
 from nanotron.data.windows import Window
 from nanotron.errors import ConfigError
+
+
+def custom_functions(dataset: CustomDatasetArgs) -> list[tuple[str, dict[str, Any]]]:
+    """Each function that a data set names, with its keyword arguments."""
+    arguments = dataset.arguments
+    if isinstance(arguments, dict):
+        return [(reference, arguments) for reference in dataset.python]
+    return list(zip(dataset.python, arguments, strict=True))
 
 
 def load_function(reference: str) -> Callable[..., Any]:

@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from nanotron.config import Config, CustomDatasetArgs, EmbeddedCorpusArgs, PretrainDatasetsArgs, SFTDatasetsArgs
 from nanotron.data.corpus import file_lock, prepare_corpus
 from nanotron.data.documents import HubDataset, open_hub_dataset
+from nanotron.data.hub_names import hub_datasets
 from nanotron.data.probe import tokenizer_name
 from nanotron.data.tokenizer import end_of_document_token, tokenizer_file
 from nanotron.errors import ConfigError
@@ -49,17 +49,6 @@ def may_stream(config: Config) -> bool:
         isinstance(dataset, CustomDatasetArgs) or (isinstance(dataset, PretrainDatasetsArgs) and dataset.streaming)
         for dataset in datasets
     )
-
-
-def hub_datasets(dataset: PretrainDatasetsArgs | SFTDatasetsArgs) -> Iterator[tuple[str, HubDataset]]:
-    """Every (name, how to open it) that a data set's keys stand for: names × splits, with their fractions."""
-    named = dataset.hf_dataset_or_datasets
-    fractions = named if isinstance(named, dict) else dict.fromkeys([named] if isinstance(named, str) else named, 1.0)
-    splits = [dataset.hf_dataset_splits] if isinstance(dataset.hf_dataset_splits, str) else dataset.hf_dataset_splits
-    streaming = isinstance(dataset, PretrainDatasetsArgs) and dataset.streaming
-    for name, fraction in fractions.items():
-        for split in splits:
-            yield name, HubDataset(dataset.hf_dataset_config_name, split, streaming, fraction, only=True)
 
 
 def data_tokenizer(config: Config) -> str:

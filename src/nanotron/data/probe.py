@@ -20,6 +20,7 @@ from nanotron.data.blend import round_weights
 from nanotron.data.corpus import VOCAB_SIZE
 from nanotron.data.custom import reference_problem
 from nanotron.data.empty_documents import IS_EMPTY, first_empty_document
+from nanotron.data.hub_names import hub_datasets
 from nanotron.data.nanoset import NanosetFile, find_nanoset_files, read_metadata
 from nanotron.data.token_files import find_token_files, open_token_files
 from nanotron.data.tokenizer import load_tokenizer, tokenizer_file, vocab_size
@@ -46,7 +47,7 @@ def probe_stages(config: Config) -> list[DataProblem]:
         for key, dataset in ((("data", "dataset"), stage.data.dataset), (("validation",), stage.validation)):
             path = ("data_stages", number, *key)
             if isinstance(dataset, PretrainDatasetsArgs) and dataset.streaming:
-                problems += _stream_problems(dataset, stage.data.shuffle_block, path)
+                problems += _stream_problems(dataset, path)
             found = _dataset_problems(dataset, sequence_length)
             problems += [DataProblem((*path, *name), text) for name, text in found]
             if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs) and tokenizer_name(config) is None:
@@ -85,17 +86,15 @@ def _opened(folder: str, dataset: AnyDataset | None) -> Iterator[TokenFile]:
         yield from open_token_files(name, token_bytes=dataset.token_size_in_bytes)
 
 
-def _stream_problems(
-    dataset: PretrainDatasetsArgs, shuffle_block: int | None, path: tuple[str | int, ...]
-) -> Iterator[DataProblem]:
+def _stream_problems(dataset: PretrainDatasetsArgs, path: tuple[str | int, ...]) -> Iterator[DataProblem]:
     """Keys that a stream cannot honour."""
     if path[-1] == "validation":
         yield DataProblem((*path, "streaming"), "true, but validation needs a data set with a length; set false")
-    elif shuffle_block is not None:
-        text = f"{shuffle_block}, but a stream is read in its own order; remove the key"
-        yield DataProblem((*path[:-1], "shuffle_block"), text)
     if isinstance(dataset.hf_dataset_or_datasets, dict):
-        text = "fractions of a stream are unknown; name the data sets in a list, or set streaming to false"
+        text = (
+            "fractions of a stream are unknown; name the data sets in a list (dataset_weights says how much of each "
+            "to draw), or set streaming to false"
+        )
         yield DataProblem((*path, "hf_dataset_or_datasets"), text)
 
 
@@ -113,25 +112,45 @@ def _validation_problems(config: Config) -> Iterator[DataProblem]:
 
 def _dataset_problems(dataset: AnyDataset | None, sequence_length: int) -> Iterator[tuple[tuple[str | int, ...], str]]:
     if isinstance(dataset, NanosetDatasetsArgs):
+        count, what = len(dataset.dataset_folder), "folders of dataset_folder"
+        yield from _list_problems(dataset, "dataset_weights", count, what)
+        yield from _list_problems(dataset, "dataset_max_tokens", count, what)
         yield from _folder_problems(dataset, sequence_length)
-    if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs) and find_spec("datasets") is None:
-        yield ("hf_dataset_or_datasets",), "reading Hugging Face data sets needs a package: pip install datasets"
-    if isinstance(dataset, CustomDatasetArgs) and (problem := reference_problem(dataset.python)):
-        yield ("python",), problem
+    if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs):
+        count = sum(1 for _ in hub_datasets(dataset))
+        if count == 0:
+            yield ("hf_dataset_or_datasets",), "names no data set; name at least one, and a split of it"
+        if find_spec("datasets") is None:
+            yield ("hf_dataset_or_datasets",), "reading Hugging Face data sets needs a package: pip install datasets"
+        yield from _list_problems(dataset, "dataset_weights", count, "data sets (names × splits)")
+    if isinstance(dataset, CustomDatasetArgs):
+        count, what = len(dataset.python), "functions of python"
+        yield from _list_problems(dataset, "arguments", count, what)
+        yield from _list_problems(dataset, "dataset_weights", count, what)
+        for number, reference in enumerate(dataset.python):
+            if problem := reference_problem(reference):
+                yield ("python", number) if count > 1 else ("python",), problem
+
+
+def _list_problems(
+    dataset: AnyDataset, name: str, count: int, what: str
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """A list that has not one value for each source, or weights that are none."""
+    values = getattr(dataset, name)
+    if not isinstance(values, list):
+        return
+    if len(values) != count:
+        yield (name,), f"{len(values)} values for {count} {what}; give one for each"
+    elif name == "dataset_weights":
+        try:
+            round_weights(values)
+        except ConfigError as error:
+            yield (name,), str(error)
 
 
 def _folder_problems(dataset: NanosetDatasetsArgs, sequence_length: int) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    folders = dataset.dataset_folder
-    for name in ("dataset_weights", "dataset_max_tokens"):
-        values = getattr(dataset, name)
-        if isinstance(values, list) and len(values) != len(folders):
-            yield (name,), f"{len(values)} values for {len(folders)} folders of dataset_folder; give one for each"
-    if dataset.dataset_weights is not None and len(dataset.dataset_weights) == len(folders):
-        try:
-            round_weights(dataset.dataset_weights)
-        except ConfigError as error:
-            yield ("dataset_weights",), str(error)
-    for number, folder in enumerate(folders):
+    """What is wrong with the files of each folder."""
+    for number, folder in enumerate(dataset.dataset_folder):
         try:
             files = open_token_files(folder, token_bytes=dataset.token_size_in_bytes)
             TokenWindows(folder, files, sequence_length)

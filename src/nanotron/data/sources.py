@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanotron.config import (
     Config,
@@ -17,15 +17,17 @@ from nanotron.config import (
     SFTDatasetsArgs,
 )
 from nanotron.data.corpus import prepare_corpus
-from nanotron.data.custom import CustomRows, is_indexed, load_function
+from nanotron.data.custom import CustomRows, custom_functions, is_indexed, load_function
 from nanotron.data.documents import HubDataset, open_hub_dataset, text_of
 from nanotron.data.dummy import DummySource
+from nanotron.data.hub_names import hub_datasets
 from nanotron.data.nanoset import open_nanoset_file
-from nanotron.data.prepare import data_tokenizer, hub_datasets, prepare_hub_dataset, prepare_sft_dataset
+from nanotron.data.prepare import data_tokenizer, prepare_hub_dataset, prepare_sft_dataset
 from nanotron.data.probe import model_vocab_size
 from nanotron.data.sft import PackedWindows
+from nanotron.data.shuffled_stream import ShuffledStream
 from nanotron.data.stage import Stage, StreamStage
-from nanotron.data.stream import DocumentStream
+from nanotron.data.stream import DocumentStream, StreamSource
 from nanotron.data.token_files import open_token_files
 from nanotron.data.tokenizer import end_of_document_id, load_tokenizer
 from nanotron.data.windows import IndexedSource, TokenFile, TokenWindows
@@ -80,16 +82,31 @@ def _open(
 ) -> Stage | StreamStage:
     """A data set's sources, blended, in the order that the stage's keys ask for."""
     sources = _open_sources(config, args, dataset, sequence_length, vocab_size)
-    if isinstance(sources[0], DocumentStream):
-        return StreamStage(name, [source for source in sources if isinstance(source, DocumentStream)])
-    return Stage(
-        name,
-        [source for source in sources if not isinstance(source, DocumentStream)],
-        dataset.dataset_weights if isinstance(dataset, NanosetDatasetsArgs) else None,
-        seed=args.data.seed,
-        shuffle_block=args.data.shuffle_block,
-        repeat=repeat,
-    )
+    weights = None if dataset is None or isinstance(dataset, EmbeddedCorpusArgs) else dataset.dataset_weights
+    if any(isinstance(source, DocumentStream) for source in sources):
+        return StreamStage(name, _shuffled(args, name, _all_streams(sources)), weights)
+    indexed = [source for source in sources if not isinstance(source, DocumentStream)]
+    seed, shuffle_block = args.data.seed, args.data.shuffle_block
+    return Stage(name, indexed, weights, seed=seed, shuffle_block=shuffle_block, repeat=repeat)
+
+
+def _all_streams(sources: Sequence[IndexedSource | DocumentStream]) -> list[DocumentStream]:
+    """The sources, which must all be streams, because their rows are found in different ways."""
+    for source in sources:
+        if not isinstance(source, DocumentStream):
+            raise ConfigError(
+                f"python: {source.name} gives rows by number and others of its data set are streams; blend one kind, "
+                "or give them stages of their own"
+            )
+    return [source for source in sources if isinstance(source, DocumentStream)]
+
+
+def _shuffled(args: DatasetStageArgs, name: str, streams: Sequence[DocumentStream]) -> Sequence[StreamSource]:
+    """The streams, each shuffled in blocks if the stage asks for it."""
+    block, seed = args.data.shuffle_block, args.data.seed
+    if block is None:
+        return streams
+    return [ShuffledStream(stream, block, seed, name, number) for number, stream in enumerate(streams)]
 
 
 def _open_sources(
@@ -104,7 +121,8 @@ def _open_sources(
     if isinstance(dataset, NanosetDatasetsArgs):
         return _open_folders(config, dataset, sequence_length, vocab_size)
     if isinstance(dataset, CustomDatasetArgs):
-        return [_open_custom(config, args, dataset, sequence_length, vocab_size)]
+        return [_open_custom(config, args, reference, arguments, sequence_length, vocab_size)
+                for reference, arguments in custom_functions(dataset)]  # fmt: skip
     if isinstance(dataset, SFTDatasetsArgs):
         paths = [(name, prepare_sft_dataset(config, dataset, name, hub, sequence_length))
                  for name, hub in hub_datasets(dataset)]  # fmt: skip
@@ -119,16 +137,21 @@ def _open_sources(
 
 
 def _open_custom(
-    config: Config, args: DatasetStageArgs, dataset: CustomDatasetArgs, sequence_length: int, vocab_size: int
+    config: Config,
+    args: DatasetStageArgs,
+    reference: str,
+    arguments: Mapping[str, Any],
+    sequence_length: int,
+    vocab_size: int,
 ) -> IndexedSource | DocumentStream:
-    function = load_function(dataset.python)
-    data = function(**dataset.arguments)
+    function = load_function(reference)
+    data = function(**arguments)
     if is_indexed(data):
-        return CustomRows(dataset.python, data, sequence_length, vocab_size=vocab_size)
+        return CustomRows(reference, data, sequence_length, vocab_size=vocab_size)
     encode_text = TextEncoder(config)
     return DocumentStream(
-        dataset.python,
-        partial(function, **dataset.arguments),
+        reference,
+        partial(function, **arguments),
         lambda document: encode_text(document) if isinstance(document, str) else document,
         sequence_length,
         vocab_size=vocab_size,

@@ -11,6 +11,7 @@ from nanotron.data.blend import RESOLUTION, Blend
 from nanotron.data.order import Indices, derive_key, permute, permute_in_blocks
 from nanotron.data.stream import StreamSource
 from nanotron.data.windows import IndexedSource, Window
+from nanotron.errors import ConfigError
 
 
 class Stage:
@@ -100,9 +101,16 @@ class StreamStage:
         return {"next_sample": self._next_sample, "sources": [source.state_dict() for source in self.sources]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the positions that state_dict gave."""
+        """Go to the positions that state_dict gave; raises ConfigError where they are of other streams."""
+        positions = state["sources"]
+        if [set(source.state_dict()) for source in self.sources] != [set(position) for position in positions]:
+            raise ConfigError(
+                f"the checkpoint's positions of stage {self.name!r} are of {len(positions)} streams, shuffled or not, "
+                "and do not fit those that the config names now; put them and data.shuffle_block back, or begin the "
+                "stage under another name"
+            )
         self._next_sample = state["next_sample"]
-        for source, position in zip(self.sources, state["sources"], strict=True):
+        for source, position in zip(self.sources, positions, strict=True):
             source.load_state_dict(position)
 
     def taken(self, num_samples: int) -> list[int]:
