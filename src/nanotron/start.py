@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.checkpoint.agreement import Store
-from nanotron.checkpoint.compare import changed_keys, check_model
+from nanotron.checkpoint.compare import changed_keys, check_model, saved_config
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import Resume, agree_resume, check_shared, read_state
@@ -24,12 +24,13 @@ logger = get_logger(__name__)
 
 
 class Start(NamedTuple):
-    """Where a run begins; ``fingerprints`` of the data are a checkpoint's, None when the run starts afresh."""
+    """Where a run begins; ``fingerprints`` of the data and ``config`` are a checkpoint's, None for a fresh start."""
 
     step: int = 0
     consumed: dict[str, int] | None = None
     streams: dict[str, Any] | None = None
     fingerprints: dict[str, Any] | None = None
+    config: dict[str, Any] | None = None
 
 
 def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store | None) -> Start:
@@ -53,7 +54,8 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
         logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
         return Start()
     logger.info(f"resuming from {resume.checkpoint}, step {resume.step}")
-    return Start(resume.step, state["consumed"], state["streams"], state["data"])
+    made_with = saved_config(resume.checkpoint)
+    return Start(resume.step, state["consumed"], state["streams"], state["data"], made_with)
 
 
 def places(config: Config) -> tuple[str, str | None]:

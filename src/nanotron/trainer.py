@@ -19,6 +19,7 @@ from nanotron.checkpoint.compare import check_data
 from nanotron.checkpoint.write import Saver
 from nanotron.data.feed import EndOfData, Feed, StepData
 from nanotron.data.fingerprint import fingerprint_changes
+from nanotron.data.order_changes import order_changes
 from nanotron.launch import codes
 from nanotron.launch.folder import run_directory
 from nanotron.logging import get_logger
@@ -27,7 +28,7 @@ from nanotron.metrics.profiler import profiled
 from nanotron.metrics.record import Metrics
 from nanotron.optim.lr import learning_rate
 from nanotron.pipeline.trace import recorder
-from nanotron.start import load_or_begin, places
+from nanotron.start import Start, load_or_begin, places
 from nanotron.step import ControlWord, Outcome, Training
 from nanotron.validation import validation_loss
 
@@ -60,11 +61,7 @@ def train(
         )
         return codes.DONE
     before_training()
-    feed = Feed(config, mesh, device=device, consumed=start.consumed, streams=start.streams)
-    if start.fingerprints is not None:
-        changes = fingerprint_changes(start.fingerprints, feed.fingerprints())
-        for line in check_data(changes, allow_change=allow_data_change):
-            logger.warning(line)
+    feed = _open_feed(config, mesh, device, start, allow_data_change=allow_data_change)
     metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
     checkpoints = config.checkpoints
     path, copy_to = places(config)
@@ -89,6 +86,20 @@ def train(
     finally:
         feed.close()
         metrics.close()
+
+
+def _open_feed(config: Config, mesh: Mesh, device: torch.device, start: Start, *, allow_data_change: bool) -> Feed:
+    """The data from where the run starts on; raises ConfigError where it would not go on as the checkpoint's did."""
+    if start.config is not None:
+        changes = order_changes(start.config, config.to_dict(), start.consumed or {}, start.streams or {})
+        for line in check_data(changes, allow_change=allow_data_change):
+            logger.warning(line)
+    feed = Feed(config, mesh, device=device, consumed=start.consumed, streams=start.streams)
+    if start.fingerprints is not None:
+        changes = fingerprint_changes(start.fingerprints, feed.fingerprints())
+        for line in check_data(changes, allow_change=allow_data_change):
+            logger.warning(line)
+    return feed
 
 
 class _Made(NamedTuple):

@@ -62,7 +62,7 @@ def test_changed_data_is_refused_with_the_difference_unless_allowed() -> None:
     with pytest.raises(ConfigError) as caught:
         check_data([line])
     assert caught.value.problems == [
-        f"the data changed since the checkpoint: {line}; put the data back, or continue with --allow-data-change"
+        f"the data changed since the checkpoint: {line}; put it back, or continue with --allow-data-change"
     ]
     assert check_data([line], allow_change=True) == [line]
 

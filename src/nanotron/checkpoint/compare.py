@@ -42,9 +42,14 @@ def changed_keys(checkpoint: str, config: Mapping[str, Any]) -> list[str]:
 
     The run's name is left out: by default it has the time of the start in it.
     """
-    saved = _document(checkpoint, CONFIG)
+    saved = saved_config(checkpoint)
     lines = [] if saved is None else differences(saved, config)
     return [line for line in lines if not line.startswith("general.run was ")]
+
+
+def saved_config(checkpoint: str) -> Any:
+    """The resolved config that a checkpoint was made with, None when it carries none."""
+    return _document(checkpoint, CONFIG)
 
 
 def _weight_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
@@ -66,9 +71,9 @@ def _document(checkpoint: str, name: str) -> Any:
 
 
 def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:
-    """Refuse data that changed since the checkpoint; when it is allowed, return the lines, to be printed."""
+    """Refuse data, or an order of it, that changed since the checkpoint; allowed, return the lines, to be printed."""
     if changes and not allow_change:
-        fix = "put the data back, or continue with --allow-data-change"
+        fix = "put it back, or continue with --allow-data-change"
         raise ConfigError([f"the data changed since the checkpoint: {line}; {fix}" for line in changes])
     return changes
 
