@@ -89,6 +89,33 @@ def test_a_function_that_the_users_file_lacks_is_a_problem_and_the_file_is_not_r
     assert line.startswith(f"{key} cannot be read: {path} is not Python (")
 
 
+def test_a_module_or_a_function_in_it_that_is_not_there_is_a_problem_and_nothing_of_it_is_run(tmp_path, monkeypatch):
+    package = tmp_path / "outer" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").write_text("raise SystemExit")
+    (package / "own.py").write_text("def rows(): ...\nraise SystemExit")
+    (package / "lazy.py").write_text("def __getattr__(name): ...\nraise SystemExit")
+    monkeypatch.chdir(tmp_path / "outer")
+    key = "data_stages[0].data.dataset.python: "
+
+    def problem(reference):
+        stages = [{"name": "a", "start_training_step": 1, "data": {"dataset": {"python": reference}}}]
+        return [str(line).removeprefix(key) for line in probe_stages(make_config(data_stages=stages))]
+
+    assert problem("outer.inner.own:rows") == [
+        "outer.inner.own:rows names no module: there is no outer; install it, put its folder into PYTHONPATH, or write "
+        "file.py:function"
+    ]
+    assert problem("inner.own:rows")[0].endswith("there is no inner; to use the file here, write inner/own.py:function")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert problem("outer.inner.own:rows") == problem("outer.inner.lazy:rows") == problem("os.path:join") == []
+    assert problem("outer.absent.own:rows")[0].startswith("outer.absent.own:rows names no module: there is no outer.ab")
+    assert problem("outer.inner.own:row") == [
+        f"outer.inner.own:row is refused: {package}/own.py has no function row; name one of rows"
+    ]
+
+
 def test_one_weight_and_one_mapping_of_arguments_is_needed_for_each_source():
     own = "examples/custom_data.py:counting"
     hub = {"hf_dataset_or_datasets": ["a", "b"], "hf_dataset_splits": ["train", "test"], "dataset_weights": [1, 2, 3]}

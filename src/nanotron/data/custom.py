@@ -12,7 +12,10 @@ import ast
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +63,50 @@ def reference_problem(reference: str) -> str | None:
     place, _, name = reference.rpartition(":")
     if not place or not name.isidentifier():
         return f"{reference} is not of the form file.py:function or module:function; write it so"
-    if not place.endswith(".py"):
+    try:
+        path = place if place.endswith(".py") else _source_of(place)
+    except ModuleNotFoundError as error:
+        return f"{reference} names no module: there is no {error.name}; {_fix(place)}"
+    if path is None:
         return None
-    if not os.path.isfile(place):
+    if not os.path.isfile(path):
         return f"{reference} names no file; give the path of one that exists, from the working directory"
     try:
-        tree = ast.parse(Path(place).read_bytes())
+        tree = ast.parse(Path(path).read_bytes())
     except (SyntaxError, ValueError) as error:
-        return f"{reference} cannot be read: {place} is not Python ({error}); correct the file"
-    if name in _names_in(tree) or "*" in _names_in(tree):
+        return f"{reference} cannot be read: {path} is not Python ({error}); correct the file"
+    if {name, "*", "__getattr__"} & _names_in(tree):
         return None
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     fix = f"name one of {', '.join(functions)}" if functions else "define it there"
-    return f"{reference} is refused: {place} has no function {name}; {fix}"
+    return f"{reference} is refused: {path} has no function {name}; {fix}"
+
+
+def _source_of(module: str) -> str | None:
+    """The file of a module's source, found without importing anything of it; raises ModuleNotFoundError.
+
+    None where only an import can tell: a module without source, or one that another makes as it runs.
+    """
+    if module in sys.modules:
+        return None
+    path, origin = None, None
+    names = module.split(".")
+    for end in range(1, len(names) + 1):
+        part = ".".join(names[:end])
+        found = find_spec(part) if end == 1 else PathFinder.find_spec(part, path)
+        if found is None:
+            raise ModuleNotFoundError(name=part)
+        path, origin = found.submodule_search_locations, found.origin
+        if path is None and end < len(names):
+            return None
+    return origin if origin and origin.endswith(".py") else None
+
+
+def _fix(module: str) -> str:
+    file = f"{module.replace('.', '/')}.py"
+    if os.path.isfile(file):
+        return f"to use the file here, write {file}:function"
+    return "install it, put its folder into PYTHONPATH, or write file.py:function"
 
 
 def _names_in(tree: ast.Module) -> set[str]:
