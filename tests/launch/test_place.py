@@ -1,5 +1,8 @@
 """Who a process is, how many threads it takes, where its run directory is."""
 
+import platform
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +10,21 @@ import pytest
 from nanotron.launch.folder import name_of_run, run_directory
 from nanotron.launch.place import Place, num_cores, num_threads
 
+FAULTS = """
+import resource
+from nanotron.launch.place import keep_freed_memory
+
+def faults(times):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(times):
+        bytearray(64 << 20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults(10))
+keep_freed_memory()
+faults(1)
+print(faults(10))
+"""
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -79,3 +97,11 @@ def test_a_runs_name_gets_its_date_and_job(monkeypatch: pytest.MonkeyPatch) -> N
     assert job == "local"
     monkeypatch.setenv("SLURM_JOB_ID", "77")
     assert name_of_run("x-%jobid") == "x-77"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep freed memory")
+def test_freed_tensors_are_not_paged_in_again() -> None:
+    faults = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout.split()
+    before, after = map(int, faults)
+    assert before > 10 * 16_000  # ten times 64 MiB, 4 KiB a page
+    assert after < 1_000

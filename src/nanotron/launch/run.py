@@ -25,7 +25,7 @@ from nanotron.launch import codes
 from nanotron.launch.failures import STACK_SIGNAL, Failure, failure_of, record_path, write_failure
 from nanotron.launch.folder import claim_folder, describe_run, name_of_run, run_directory
 from nanotron.launch.peers import Peers
-from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
+from nanotron.launch.place import Place, choose_device, keep_freed_memory, num_threads, schedule_as_batch
 from nanotron.logging import get_logger, set_up_logging
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     prepare_data(config)  # before any group's timeout runs
     torch.set_num_threads(num_threads(general.threads_per_rank, place, os.environ))
     device, backend = choose_device(place)
+    if device.type == "cpu":
+        keep_freed_memory()
     if place.world > 1:
         if backend == "gloo":
             schedule_as_batch()
