@@ -14,6 +14,7 @@ pipeline engine's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -125,25 +126,54 @@ def all_reduce_(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpTy
 
 def all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """The ranks' tensors, which have one shape, concatenated along ``dim``; x itself when group is None."""
-    if group is None:
-        return x
-    n = dist.get_world_size(group)
-    parts = x.new_empty((n, *x.shape))
-    _all_gather_flat(parts.view(-1), x.contiguous().view(-1), group=group)
-    return torch.cat(parts.unbind(), dim) if dim else parts.flatten(0, 1)  # n × [.., l, ..] -> [.., n·l, ..]
+    return begin_all_gather(x, group, dim)()
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of x over the group; x itself when group is None."""
+    return begin_reduce_scatter(x, group, dim)()
+
+
+# --------------------------------------------------------- begun now, awaited later
+
+Arrival = Callable[[], Tensor]
+"""Waits for a collective under way and returns its result; call it once."""
+
+
+def begin_all_reduce_(x: Tensor, group: ProcessGroup | None) -> Arrival:
+    """Begin ``all_reduce_``; x must be left alone until it has arrived."""
+    return _arrival(start_all_reduce(x, group), lambda: x)
+
+
+def begin_all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Arrival:
+    """Begin ``all_gather``."""
     if group is None:
-        return x
+        return lambda: x
+    parts = x.new_empty((dist.get_world_size(group), *x.shape))
+    work = start_all_gather(parts.view(-1), x.contiguous().view(-1), group)
+    # n × [.., l, ..] -> [.., n·l, ..]
+    return _arrival(work, lambda: torch.cat(parts.unbind(), dim) if dim else parts.flatten(0, 1))
+
+
+def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Arrival:
+    """Begin ``reduce_scatter``."""
+    if group is None:
+        return lambda: x
     n = dist.get_world_size(group)
     assert x.shape[dim] % n == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {n} ranks"
     parts = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()  # rank r's part becomes the r-th contiguous block
-    shape = (*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-    mine = x.new_empty(shape)
-    _reduce_scatter_flat(mine.view(-1), parts.view(-1), group=group)
-    return mine
+    mine = x.new_empty((*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :]))
+    work = start_reduce_scatter(mine.view(-1), parts.view(-1), group)
+    return _arrival(work, lambda: mine)
+
+
+def _arrival(work: Work | None, result: Callable[[], Tensor]) -> Arrival:
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return result()
+
+    return wait
 
 
 # ---------------------------------------------- in the background, on flat buffers

@@ -49,6 +49,13 @@ def _compiled(function: Callable[..., Any]) -> Any:
     return compile(function, dynamic=False, fullgraph=True, options=options, recompile_limit=SHAPES)
 
 
+def seconds_compiling() -> float:
+    """How long this process has been compiling since it began; other ranks may be waiting meanwhile."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent()["total_wall_time"]
+
+
 # -------------------------------------------------------------------- in a block
 
 
@@ -94,3 +101,20 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) · up (arXiv 2002.05202): [b, s, 2·f/t] -> [b, s, f/t]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+# -------------------------------------------------------------------- in the loss
+
+
+def softmax_and_log_z(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax of logits [n, V/t] over this rank's columns, and its divisor's logarithm [n]; in float32 at least."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    softmax = logits.softmax(-1)
+    return softmax, logits.amax(-1) - softmax.amax(-1).log()  # the largest logit's probability is exp(it − log z)
+
+
+def logit_gradient(softmax: Tensor, scale: Tensor, columns: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """softmax · scale, less ``targets`` at each row's column; overwrites softmax [n, V/t]. The others are [n]."""
+    grad = softmax.mul_(scale[:, None])
+    grad.scatter_add_(1, columns[:, None], -targets[:, None])
+    return grad.to(dtype)

@@ -15,10 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 
 from nanotron.batch import IGNORED_LABEL
-from nanotron.comm import all_gather, all_reduce, all_reduce_, reduce_scatter, scatter_sum, sum_from
+from nanotron.comm import (
+    Arrival,
+    all_gather,
+    all_reduce,
+    all_reduce_,
+    begin_all_gather,
+    begin_all_reduce_,
+    begin_reduce_scatter,
+    reduce_scatter,
+    scatter_sum,
+    sum_from,
+)
+from nanotron.elementwise import Fuse, as_written, logit_gradient, softmax_and_log_z
 from nanotron.mesh import Mesh
 from nanotron.weight_grads import WeightGrads
 
@@ -35,6 +47,15 @@ class TensorParallel:
     sequence_parallel: bool = False
     recompute_allgather: bool = True
     """Keep only this rank's tokens of a gathered input for backward and gather it again there."""
+    overlap: bool = False
+    """Multiply while tensors are under way: same numbers but for rounding, and two more copies of an output."""
+
+    def awaited(self, arrival: Arrival) -> Arrival:
+        """The arrival itself where communication is overlapped; else the same one, waited for already."""
+        if self.overlap:
+            return arrival
+        result = arrival()
+        return lambda: result
 
     @property
     def enter(self) -> Enter:
@@ -66,7 +87,9 @@ def linear(
     Several weights share one entry of x, and one collective for its gradient. A bias is added after the exit, once.
 
     Forward: identity or all-gather, matmul, then nothing, all-reduce or reduce-scatter. Backward: each one's transpose.
-    The input gradient is computed first; weight gradients go to ``tp.weight_grads``.
+    The input gradient is computed first; weight gradients go to ``tp.weight_grads``. With ``tp.overlap`` products run
+    while something is on its way: those of this rank's tokens while the others' are gathered, the input gradient while
+    x is gathered again, weight gradients while the input gradient is summed.
     """
     outputs: tuple[Tensor, ...] = _Linear.apply(x, tp, enter, exit, len(weights), *weights, *biases)  # type: ignore[no-untyped-call]
     return outputs
@@ -79,8 +102,12 @@ class _Linear(Function):
     ) -> tuple[Tensor, ...]:
         group = tp.mesh.group("tp")
         weights, biases = params[:count], params[count:]
-        entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
-        outputs = [F.linear(entered, _matrix(w), None if exit else _at(biases, i)) for i, w in enumerate(weights)]
+        on_entry = biases if not exit else ()
+        if enter == "gather" and tp.overlap:
+            entered, outputs = _multiply_while_gathering(x, weights, on_entry, tp.mesh)
+        else:
+            entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
+            outputs = _products(entered, weights, on_entry)
         if exit == "sum":
             outputs = [all_reduce_(y, group) for y in outputs]
         if exit == "scatter":
@@ -100,19 +127,45 @@ class _Linear(Function):
             for bias, grad in zip(ctx.biases, grads, strict=False)  # all of them, or none
         ]
         if ctx.exit == "scatter":
-            grads = tuple(all_gather(grad, group, dim=1) for grad in grads)  # [b, s/t, n] -> [b, s, n]
-        input_grad = _input_grad(grads, ctx.weights) if ctx.needs_input_grad[0] else None
-        if input_grad is not None and ctx.enter == "copy":
-            input_grad = all_reduce_(input_grad, group)
-        if input_grad is not None and ctx.enter == "gather":
-            input_grad = reduce_scatter(input_grad, group, dim=1)  # [b, s, k] -> [b, s/t, k]
+            grads = tuple(all_gather(grad, group, dim=1) for grad in grads)  # [b, s, n] <- [b, s/t, n]
         (x,) = ctx.saved_tensors
-        x = all_gather(x, group, dim=1) if ctx.gathers_again else x
+        entering = ctx.tp.awaited(begin_all_gather(x, group if ctx.gathers_again else None, dim=1))
+        leaving = None
+        if ctx.needs_input_grad[0]:
+            leaving = ctx.tp.awaited(_begin_leaving(_input_grad(grads, ctx.weights), ctx.enter, group))
+        x = entering()
         weight_grads = [
             _weight_grad(ctx.tp, w, partial(_add_product, grad=grad, x=x))
             for w, grad in zip(ctx.weights, grads, strict=True)
         ]
-        return input_grad, None, None, None, None, *weight_grads, *bias_grads
+        return leaving and leaving(), None, None, None, None, *weight_grads, *bias_grads
+
+
+def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    """x · wᵀ (+ bias) for each weight: [b, s, k] -> [b, s, n'] each."""
+    return [F.linear(x, _matrix(w), _at(biases, i)) for i, w in enumerate(weights)]
+
+
+def _multiply_while_gathering(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], mesh: Mesh
+) -> tuple[Tensor, list[Tensor]]:
+    """Gather x [b, s/t, k] and multiply it, this rank's own tokens first: the gathered [b, s, k] and its products."""
+    arriving = begin_all_gather(x, mesh.group("tp"), dim=1)
+    own = _products(x, weights, biases)
+    entered = arriving()
+    lo = mesh.coord("tp") * x.shape[1]
+    before = _products(entered[:, :lo], weights, biases)
+    after = _products(entered[:, lo + x.shape[1] :], weights, biases)
+    return entered, [torch.cat(parts, dim=1) for parts in zip(before, own, after, strict=True)]
+
+
+def _begin_leaving(input_grad: Tensor, enter: Enter | None, group: ProcessGroup | None) -> Arrival:
+    """Begin the transpose of an entry: [b, s, k] -> [b, s, k], or [b, s/t, k] where x was gathered."""
+    if enter == "copy":
+        return begin_all_reduce_(input_grad, group)
+    if enter == "gather":
+        return begin_reduce_scatter(input_grad, group, dim=1)
+    return lambda: input_grad
 
 
 def _matrix(weight: Tensor) -> Tensor:
@@ -196,50 +249,50 @@ def _add_rows(buffer: Tensor, rows: Tensor, grad: Tensor) -> None:
     buffer.index_add_(0, rows.flatten(), grad.flatten(0, -2).to(buffer.dtype))
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh, *, fuse: Fuse = as_written
+) -> tuple[Tensor, Tensor]:
     """Sums over the valid tokens of −log p(label) and of (log Σ exp logits)², from logits spread over tp.
 
     logits [b, s, V/t], of which this rank's columns start at ``first_column``; labels [b, s].
     Three numbers per token cross ranks, never the logits. Forward: all-reduce max, all-reduce sum; backward: nothing.
     Computed in float32 at least.
     """
-    losses: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, labels, first_column, mesh)  # type: ignore[no-untyped-call]
+    losses: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, labels, first_column, mesh, fuse)  # type: ignore[no-untyped-call]
     return losses
 
 
 class _CrossEntropy(Function):
+    """Each rank takes the softmax of its own columns, and then learns its ``share``: what they are of all columns."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh, fuse: Fuse
+    ) -> tuple[Tensor, Tensor]:
         group = mesh.group("tp")
-        ctx.dtype, ctx.shape = logits.dtype, logits.shape
-        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))  # [b·s, V/t]
-        labels = labels.flatten()
-        peak = all_reduce(logits.amax(-1), group, ReduceOp.MAX)
+        ctx.dtype, ctx.shape, ctx.fuse = logits.dtype, logits.shape, fuse
+        logits, labels = logits.flatten(0, 1), labels.flatten()  # [b, s, V/t] -> [b·s, V/t]
+        softmax, local_log_z = fuse(softmax_and_log_z)(logits)
+        peak = all_reduce(local_log_z, group, ReduceOp.MAX)
         columns, foreign = _local_ids(labels, first_column, logits.shape[1])
         target = (logits.gather(1, columns[:, None]).squeeze(1) - peak).masked_fill(foreign, 0)
-        exps = (logits - peak[:, None]).exp_()
-        total, target = all_reduce(torch.stack([exps.sum(-1), target]), group)
+        total, target = all_reduce(torch.stack([(local_log_z - peak).exp(), target]), group)
         log_total = total.log()
         valid = labels != IGNORED_LABEL
         log_z = log_total + peak
-        ctx.save_for_backward(exps.div_(total[:, None]), columns, foreign, valid, log_z)
+        ctx.save_for_backward(softmax, (local_log_z - log_z).exp(), columns, foreign, valid, log_z)
         return (log_total - target).masked_fill(~valid, 0).sum(), log_z.masked_fill(~valid, 0).square().sum()
 
     @staticmethod
-    def backward(ctx: Any, lm_grad: Tensor, z_grad: Tensor) -> tuple[Tensor, None, None, None]:
-        softmax, columns, foreign, valid, log_z = ctx.saved_tensors
-        grad = softmax * ((lm_grad + 2 * z_grad * log_z) * valid)[:, None]
-        mine = (valid & ~foreign) * lm_grad
-        grad.scatter_add_(1, columns[:, None], -mine[:, None].to(grad.dtype))
-        return grad.to(ctx.dtype).view(ctx.shape), None, None, None
+    def backward(ctx: Any, lm_grad: Tensor, z_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        softmax, share, columns, foreign, valid, log_z = ctx.saved_tensors
+        scale = share * (lm_grad + 2 * z_grad * log_z) * valid
+        mine = ((valid & ~foreign) * lm_grad).to(softmax.dtype)
+        grad = ctx.fuse(logit_gradient)(softmax, scale, columns, mine, ctx.dtype)
+        return grad.view(ctx.shape), None, None, None, None
 
 
-# -------------------------------------------------------------------- norm, rotary
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / √(mean of x² over the last dim + eps) · weight (arXiv 1910.07467). x [.., d], weight [d]."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+# -------------------------------------------------------------------- rotary
 
 
 class Rotary:
@@ -252,9 +305,3 @@ class Rotary:
         angles = positions[..., None].to(frequencies.dtype) * frequencies  # [b, s, e/2]
         self.cos, self.sin = angles.cos().to(dtype)[:, :, None], angles.sin().to(dtype)[:, :, None]  # [b, s, 1, e/2]
         self.interleaved = interleaved
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate each pair of x [b, s, h, e] by its token's angle."""
-        one, two = (x[..., ::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
-        rotated = one * self.cos - two * self.sin, two * self.cos + one * self.sin
-        return torch.stack(rotated, dim=-1).flatten(-2) if self.interleaved else torch.cat(rotated, dim=-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.checkpoint.format import Piece
-from nanotron.comm import all_reduce, all_reduce_
+from nanotron.comm import Arrival, all_reduce_, begin_all_reduce_
 from nanotron.details import Details, details_of
+from nanotron.elementwise import Fuse, as_written, fused
 from nanotron.layout import layers_of_stages, parameter_specs, pipeline_schedule, tied_stages
 from nanotron.mesh import Mesh
 from nanotron.models.llama import Llama
@@ -91,7 +93,8 @@ class Training:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device | str) -> None:
         self._config, self._mesh = config, mesh
-        self.chunks = build_chunks(config, mesh, held_by(config, mesh.coord("pp")), device)
+        fuse = fused if config.model.compile else as_written
+        self.chunks = build_chunks(config, mesh, held_by(config, mesh.coord("pp")), device, fuse)
         self.buckets = build_buckets(config, mesh, self.chunks)
         self.optimizer = build_optimizer(config, self.buckets)
         self.pipeline = Pipeline(
@@ -117,15 +120,14 @@ class Training:
 
         ``save`` and ``stop`` tell all ranks, through the control word, what this rank was asked for.
         """
-        num_targets = count_targets(microbatches, self._mesh)
+        num_targets = cache(begin_to_count_targets(microbatches, self._mesh))
         details = details_of(update, self._config, self._mesh, self.pipeline, self.chunks)
-        self.buckets.wait_gather()
         self.buckets.start(len(microbatches), sequence_length=microbatches[0].tokens.shape[1])
         with details.watching(microbatches) if details else nullcontext():
-            losses = self.pipeline.run(microbatches, 1.0 / num_targets)
+            losses = self.pipeline.run(microbatches, lambda: 1.0 / num_targets())
         self.buckets.finish()
         word = ControlWord(self.buckets.squared_norm(), self._counted(losses), save=save, stop=stop)
-        word.reduce(self._mesh, num_targets)
+        word.reduce(self._mesh, num_targets())
         if details:
             details.before_update(self.optimizer)
         lr = learning_rate(self._config.optimizer.learning_rate_scheduler, update)
@@ -153,10 +155,14 @@ class Training:
         return losses if self._mesh.coord("tp") == 0 else {}
 
 
-def count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> Tensor:
-    """The number of valid tokens of the whole global batch, which every loss and gradient is divided by."""
+def begin_to_count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> Arrival:
+    """The number of valid tokens of the whole global batch, which every loss and gradient is divided by.
+
+    It crosses ranks behind the last update's weights, so it is not waited for before the first loss is there.
+    """
     count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in microbatches]).sum().double()
-    return all_reduce(count, mesh.group("dp")).clamp(min=1)
+    arrival = begin_all_reduce_(count, mesh.group("dp"))
+    return lambda: arrival().clamp(min=1)
 
 
 class Held(NamedTuple):
@@ -174,7 +180,9 @@ def held_by(config: Config, pp_rank: int) -> list[Held]:
     return [Held(layers[stage], stage == 0, stage == schedule.num_stages - 1) for stage in stages]
 
 
-def build_chunks(config: Config, mesh: Mesh, held: Sequence[Held], device: torch.device | str) -> list[Llama]:
+def build_chunks(
+    config: Config, mesh: Mesh, held: Sequence[Held], device: torch.device | str, fuse: Fuse = as_written
+) -> list[Llama]:
     """A rank's chunks; a tied weight whose two ends meet on the rank is one Parameter."""
     specs, layout = parameter_specs(config), config.parallelism
     chunks: list[Llama] = []
@@ -191,7 +199,9 @@ def build_chunks(config: Config, mesh: Mesh, held: Sequence[Held], device: torch
             sequence_parallel=layout.sequence_parallel,
             recompute=layout.recompute_layer,
             recompute_allgather=layout.tp_recompute_allgather,
+            overlap=bool(layout.tp_linear_async_communication),
             loss_chunk=config.model.loss_chunk,
+            fuse=fuse,
             shared={name: weight for other in chunks for name, weight in other.weights.items()},
         )
         chunks.append(chunk)

@@ -65,7 +65,7 @@ def killed_run(rank: int, world: int, values: dict[str, Any], kill: Kill) -> int
 def arm(kill: Kill) -> None:
     """Put the trap where the phase passes by."""
     from nanotron.checkpoint import read, storage, write
-    from nanotron.step import Training
+    from nanotron.optim.buckets import Buckets
 
     left = [kill.count]
 
@@ -82,7 +82,7 @@ def arm(kill: Kill) -> None:
         return trapped
 
     if kill.phase == "step":
-        Training._count_targets = before(Training._count_targets)
+        Buckets.start = before(Buckets.start)
     elif kill.phase == "snapshot":
         write.Snapshot.take = before(write.Snapshot.take)
     elif kill.phase == "before the index":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,3 +108,40 @@ def test_shards_of_the_summed_gradient_cover_every_parameter(pool, world, zero_s
     assert all((count == copies).all() for count in covered.values())
     norm_squared = sum(total.double().square().sum() for total in expected.values())
     assert float(results[0][-1][2]) == pytest.approx(float(norm_squared), rel=1e-6)
+
+
+def weights_under_way(rank: int, world: int) -> list[tuple[str, list[str]]]:
+    """(block about to be used, first names of the buckets still waited for) through the forward after an update."""
+    mesh = Mesh({"dp": world}, rank)
+    mesh.create_groups()
+    chunk = ToyChunk(SPECS, mesh)
+    buckets = make_buckets(chunk, mesh, cap_bytes=1)
+    buckets.start_gather()
+    seen = []
+    for block in ("embed.weight", "layers.0", "layers.1"):
+        chunk.before_use(block)
+        seen.append((block, [bucket.slots[0].spec.name for bucket in buckets.all if bucket.works]))
+    return seen
+
+
+def test_a_forward_waits_for_no_weights_but_its_next_blocks(pool):
+    for seen in pool.run(2, weights_under_way):
+        layers = [(norm.name, down.name) for norm, down in (SPECS[1:3], SPECS[3:5])]
+        assert [block for block, _ in seen] == ["embed.weight", "layers.0", "layers.1"]
+        assert [set(names) for _, names in seen] == [{*layers[0], *layers[1]}, set(layers[1]), set()]
+
+
+def gathers_on_rank(rank: int, world: int) -> list[int]:
+    """The sizes of the gathered buckets, in the order in which they leave."""
+    mesh = Mesh({"dp": world}, rank)
+    mesh.create_groups()
+    buckets = make_buckets(ToyChunk(SPECS, mesh), mesh, cap_bytes=4 * 15)
+    sizes = []
+    with mock.patch("nanotron.optim.buckets.start_all_gather", lambda flat, shard, group: sizes.append(len(flat))):
+        buckets.start_gather()
+    return sizes
+
+
+def test_weights_that_the_forward_meets_first_are_sent_first(pool):
+    embed, norms, down = 34, 6, 16  # elements, padded to 2 replicas
+    assert pool.run(2, gathers_on_rank) == [[embed, norms, down, down]] * 2

@@ -20,6 +20,7 @@ class ToyChunk:
             spec.name: nn.Parameter(whole(spec, seed=1)[spec.local_box(mesh).slices()].to(dtype)) for spec in specs
         }
         self.weight_grads = WeightGrads()
+        self.before_use = lambda block: None
 
     def uses(self, name: str, sequence_length: int) -> int:
         return 1

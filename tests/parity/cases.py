@@ -32,6 +32,8 @@ class Case:
     micro_batch_size: int = 2
     recompute_layer: bool = False
     tp_recompute_allgather: bool = True
+    overlap: bool = False
+    compile: bool = False
     pp_layers: tuple[int, ...] | None = None
     loss_chunk: int | None = None
     # ---------------------------------------------------------------------------
@@ -56,7 +58,8 @@ class Case:
 
     def same_numbers(self) -> Case:
         """The run on one device that this one must repeat."""
-        layout = {field.name: field.default for field in fields(Case)[:11]}
+        names = [field.name for field in fields(Case)]
+        layout = {field.name: field.default for field in fields(Case)[: names.index("tied")]}
         return replace(self, **layout)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -138,6 +141,15 @@ def named_cases() -> list[Case]:
         Case(dp=2, pp=2, recompute_layer=True, zero_stage=1),
         Case(tp=2, pp=2, recompute_layer=True, tp_mode="REDUCE_SCATTER", dtype="float64"),
         Case(tp=2, tp_mode="REDUCE_SCATTER", tp_recompute_allgather=False),
+        Case(tp=2, tp_mode="REDUCE_SCATTER", overlap=True),
+        Case(
+            tp=4, family="qwen2", tp_mode="REDUCE_SCATTER", overlap=True, tp_recompute_allgather=False, dtype="float64"
+        ),
+        Case(tp=2, pp=2, schedule="zb_h1", overlap=True, recompute_layer=True),
+        Case(tp=2, compile=True),
+        Case(tp=2, tp_mode="REDUCE_SCATTER", compile=True, recompute_layer=True, documents=True),
+        Case(dp=2, pp=2, schedule="zb_h1", compile=True, zero_stage=1),
+        Case(dp=2, compile=True, loss_chunk=7, z_loss=True, family="qwen3", zero_stage=1, dtype="float64"),
         Case(tp=4, family="qwen3", tp_mode="REDUCE_SCATTER", tied=True),
         Case(dp=3, micro_batch_size=1, zero_stage=1, dtype="float64"),
         Case(dp=2, pp=2, pp_layers=(1, 3), documents=True),

@@ -58,10 +58,12 @@ def config_of(case: Case) -> Config:
                 "tp_mode": case.tp_mode,
                 "recompute_layer": case.recompute_layer,
                 "tp_recompute_allgather": case.tp_recompute_allgather,
+                "tp_linear_async_communication": case.overlap,
                 "pp_layers": list(case.pp_layers) if case.pp_layers else None,
             },
             "model": {
                 "dtype": case.dtype,
+                "compile": case.compile,
                 "loss_chunk": case.loss_chunk,
                 "model_config": {
                     f"is_{case.family}_config": True,

@@ -76,8 +76,7 @@ class ParallelismArgs:
     )
     tp_linear_async_communication: bool | None = key(
         False,
-        "Overlap of tensor-parallel communication with the matrix products.",
-        notice="communication is not overlapped with matrix products; results are the same",
+        "Run matrix products while tensor-parallel communication is on its way. Meant for GPUs; no gain on CPUs.",
     )
     recompute_layer: bool = key(
         False, "Keep only each layer's input for the backward pass and compute the layer again there."

@@ -13,21 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanotron.attention import causal_attention
 from nanotron.batch import Batch
 from nanotron.comm import copy_to, gather
-from nanotron.layers import (
-    Rotary,
-    TensorParallel,
-    cross_entropy,
-    embedding,
-    linear,
-    rms_norm,
-)
+from nanotron.elementwise import Fuse, add_and_norm, as_written, queries_and_keys, rms_norm, swiglu
+from nanotron.layers import Rotary, TensorParallel, cross_entropy, embedding, linear
 from nanotron.mesh import Mesh
 from nanotron.models.cache import LayerCache
 from nanotron.models.rotary import rotary_frequencies
@@ -61,21 +54,26 @@ class Llama(nn.Module):
         sequence_parallel: bool = False,
         recompute: bool = False,
         recompute_allgather: bool = True,
+        overlap: bool = False,
         loss_chunk: int | None = None,
+        fuse: Fuse = as_written,
         shared: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """``loss_chunk``: tokens of a row whose logits exist at once; None: all.
+        """``loss_chunk``: tokens of a row whose logits exist at once; None: all. ``fuse``: how elementwise work runs.
 
         ``shared``: weights of this rank's other chunks, used instead of a second copy of a tied one.
         """
         super().__init__()
         self.config, self.mesh, self.recompute, self.loss_chunk = config, mesh, recompute, loss_chunk
+        self.fuse = fuse
+        self.before_use: Callable[[str], None] = lambda block: None
+        """Called with a block's name before each forward of it: whoever moves weights waits here for them."""
         self.measure = False
         """Whether forward's metrics tell how large activations are."""
         self.specs: dict[str, ParamSpec] = {}
         self.weights: dict[str, nn.Parameter] = {}
         self.weight_grads = WeightGrads()
-        self.tp = TensorParallel(mesh, self.weight_grads, sequence_parallel, recompute_allgather)
+        self.tp = TensorParallel(mesh, self.weight_grads, sequence_parallel, recompute_allgather, overlap)
 
         def make(name: str) -> nn.Parameter:
             if name not in self.weights:
@@ -88,7 +86,7 @@ class Llama(nn.Module):
             return self.weights[name]
 
         self.embed = make(EMBED) if embed else None
-        self.layers = nn.ModuleList(Block(config, make, f"layers.{i}", self.tp) for i in range(*layers))
+        self.layers = nn.ModuleList(Block(config, make, f"layers.{i}", self.tp, fuse) for i in range(*layers))
         self.norm = make(FINAL_NORM) if head else None
         self.head = make(head_name(config)) if head else None
         precision = torch.promote_types(dtype, torch.float32)
@@ -121,12 +119,14 @@ class Llama(nn.Module):
         """
         metrics: dict[str, Tensor] = {}
         if self.embed is not None:
+            self.before_use(EMBED)
             x = embedding(batch.tokens, self.embed, self._first_row(EMBED), self.tp)  # [b, s] -> [b, s, d]
             metrics |= self._measured("embed", x)
         assert x is not None, "only the first chunk starts from tokens"
         rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=self.config.rope_interleaved)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
         for block, kept in zip(self.layers, caches, strict=True):
+            self.before_use(str(block.name))
             if self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, rotary, batch.doc_starts, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -134,13 +134,17 @@ class Llama(nn.Module):
             metrics |= self._measured(str(block.name), x)
         if self.head is None or self.norm is None:
             return x, {}, metrics
-        x = rms_norm(x, self.norm, self.config.rms_norm_eps)
+        self.before_use(FINAL_NORM)
+        self.before_use(head_name(self.config))
+        x = self.fuse(rms_norm)(x, self.norm, self.config.rms_norm_eps)
         if cache is not None:
             (x,) = linear(x[:, -1:], [self.head], self.tp)  # [b, s, d] -> [b, 1, V/t]
             return x, {}, {}
         if self.loss_chunk is None:
             (x,) = linear(x, [self.head], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, V/t]: the logits
-            lm, squared_log_z = cross_entropy(x, batch.labels, self._first_row(head_name(self.config)), self.mesh)
+            lm, squared_log_z = cross_entropy(
+                x, batch.labels, self._first_row(head_name(self.config)), self.mesh, fuse=self.fuse
+            )
         else:
             lm, squared_log_z = self._chunked_loss(x, batch.labels, self.loss_chunk)
         z_loss = {"z": self.config.z_loss_coefficient * squared_log_z} if self.config.z_loss_enabled else {}
@@ -162,7 +166,9 @@ class Llama(nn.Module):
         def loss_of(part: Tensor, part_labels: Tensor) -> tuple[Tensor, Tensor]:
             assert self.head is not None
             (logits,) = linear(part, [self.head], self.tp)  # [b, size, d] -> [b, size, V/t]
-            return cross_entropy(logits, part_labels, self._first_row(head_name(self.config)), self.mesh)
+            return cross_entropy(
+                logits, part_labels, self._first_row(head_name(self.config)), self.mesh, fuse=self.fuse
+            )
 
         x = gather(x, self.mesh, "tp", dim=1) if self.tp.sequence_parallel else copy_to(x, self.mesh, "tp")
         sums = [
@@ -179,25 +185,26 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """One decoder layer: attention and MLP, each on normalised input and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
         super().__init__()
-        self.name, self.eps = name, config.rms_norm_eps
+        self.name, self.eps, self.fuse = name, config.rms_norm_eps, fuse
         self.attn_norm = make(f"{name}.attn_norm.weight")
-        self.attn = Attention(config, make, f"{name}.attn", tp)
+        self.attn = Attention(config, make, f"{name}.attn", tp, fuse)
         self.mlp_norm = make(f"{name}.mlp_norm.weight")
-        self.mlp = MLP(make, f"{name}.mlp", tp)
+        self.mlp = MLP(make, f"{name}.mlp", tp, fuse)
 
     def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attn(rms_norm(x, self.attn_norm, self.eps), rotary, doc_starts, cache)
-        return x + self.mlp(rms_norm(x, self.mlp_norm, self.eps))  # type: ignore[no-any-return]
+        y = self.attn(self.fuse(rms_norm)(x, self.attn_norm, self.eps), rotary, doc_starts, cache)
+        x, y = self.fuse(add_and_norm)(x, y, self.mlp_norm, self.eps)
+        return x + self.mlp(y)  # type: ignore[no-any-return]
 
 
 class Attention(nn.Module):
     """Grouped-query attention over this rank's heads (arXiv 2305.13245)."""
 
-    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
         super().__init__()
-        self.tp, self.eps, self.head_dim = tp, config.rms_norm_eps, config.head_dim
+        self.tp, self.eps, self.head_dim, self.fuse = tp, config.rms_norm_eps, config.head_dim, fuse
         self.q, self.kv = make(f"{name}.q.weight"), make(f"{name}.kv.weight")
         self.qkv_biases = [make(f"{name}.q.bias"), make(f"{name}.kv.bias")] if config.qkv_bias else []
         self.q_norm = make(f"{name}.q_norm.weight") if config.qk_norm else None
@@ -209,9 +216,9 @@ class Attention(nn.Module):
         q, kv = linear(x, [self.q, self.kv], self.tp, enter=self.tp.enter, biases=self.qkv_biases)
         q = q.view(*q.shape[:2], -1, self.head_dim)  # [b, s, h/t·e] -> [b, s, h/t, e]
         k, v = kv.view(*kv.shape[:2], 2, -1, self.head_dim).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        q, k = rotary(q), rotary(k)
+        q, k = self.fuse(queries_and_keys)(
+            q, k, self.q_norm, self.k_norm, self.eps, rotary.cos, rotary.sin, interleaved=rotary.interleaved
+        )
         if cache is not None:
             k, v = cache.append(k, v)  # [b, s, kv/t, e] -> [b, n, kv/t, e], the earlier tokens' first
         attended = causal_attention(q, k, v, doc_starts)  # [b, s, h/t, e]
@@ -222,13 +229,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x)) over this rank's features (arXiv 2002.05202)."""
 
-    def __init__(self, make: Make, name: str, tp: TensorParallel) -> None:
+    def __init__(self, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
         super().__init__()
-        self.tp = tp
+        self.tp, self.fuse = tp, fuse
         self.gate_up, self.down = make(f"{name}.gate_up.weight"), make(f"{name}.down.weight")
 
     def forward(self, x: Tensor) -> Tensor:
         (gate_up,) = linear(x, [self.gate_up], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, 2·f/t]
-        gate, up = gate_up.chunk(2, dim=-1)
-        (y,) = linear(F.silu(gate) * up, [self.down], self.tp, exit=self.tp.exit)
+        (y,) = linear(self.fuse(swiglu)(gate_up), [self.down], self.tp, exit=self.tp.exit)
         return y

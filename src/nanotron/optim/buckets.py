@@ -41,6 +41,10 @@ class Chunk(Protocol):
     def specs(self) -> dict[str, ParamSpec]: ...
     @property
     def weight_grads(self) -> WeightGrads: ...
+
+    before_use: Callable[[str], None]
+    """Called with a block's name before its forward."""
+
     def uses(self, name: str, sequence_length: int) -> int:
         """How often one microbatch's backward adds to a weight's gradient."""
 
@@ -68,7 +72,7 @@ class Slot(NamedTuple):
     weight: nn.Parameter
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
     """Parameters of one treatment, flat. ``shard`` is the range that this replica updates."""
 
@@ -124,6 +128,8 @@ class Buckets:
         self.all.reverse()  # backward meets the last layers first
         for index, chunk in enumerate(chunks):
             self._attach(chunk, index)
+        in_forward = [self._by_weight[weight] for chunk in chunks for weight in chunk.weights.values()]
+        self._by_first_use = list(dict.fromkeys(in_forward))
         self._next = 0
 
     # ------------------------------------------------------------------ building
@@ -194,14 +200,22 @@ class Buckets:
         return bucket
 
     def _attach(self, chunk: Chunk, index: int) -> None:
-        """Have every parameter of the chunk accumulate into its place in the flat gradients."""
+        """Have every parameter of the chunk accumulate into its place in the flat gradients, and be whole when used."""
         chunk.weight_grads.ready = self._ready
-        for weight in chunk.weights.values():
+        used_by: dict[str, list[Bucket]] = {}  # block -> where its weights lie
+
+        def before_use(block: str) -> None:
+            for bucket in used_by[block]:
+                bucket.wait()
+
+        chunk.before_use = before_use
+        for name, weight in chunk.weights.items():
             bucket = self._by_weight[weight]
             slot = next(slot for slot in bucket.slots if slot.weight is weight)
             chunk.weight_grads.into[weight] = bucket.grads[slot.start : slot.start + slot.box.numel].view(
                 slot.box.shape
             )
+            used_by.setdefault(_block(name), []).append(bucket)
             if bucket.treatment.chunk == index:  # once, also for a tied weight that two chunks share
                 weight.register_post_accumulate_grad_hook(_take_autograd_grad(chunk.weight_grads))  # type: ignore[no-untyped-call]
 
@@ -258,14 +272,17 @@ class Buckets:
         return total
 
     def start_gather(self) -> None:
-        """Begin to send each replica's updated shard of the weights to the others (ZeRO)."""
-        for bucket in self.all:
+        """Begin to send each replica's updated shard of the weights to the others (ZeRO), first used first.
+
+        A chunk's forward waits for each block's when it comes to it.
+        """
+        for bucket in self._by_first_use:
             if self._zero_stage:
                 work = start_all_gather(bucket.weights, bucket.weights[bucket.shard], bucket.group)
                 bucket.works += [work] if work is not None else []
 
     def wait_gather(self) -> None:
-        """Wait until every weight is whole again; call it before the next forward, a save or an evaluation."""
+        """Wait until every weight is whole again; call it before anything but a forward reads them."""
         for bucket in self.all:
             bucket.wait()
 

@@ -71,8 +71,10 @@ class Pipeline:
         """Sums over the microbatches of what the chunks measured in the last ``run``."""
         self._programs: dict[tuple[int, bool], Program] = {}
 
-    def run(self, batches: Sequence[Any], loss_scale: float | Tensor) -> dict[str, Tensor]:
+    def run(self, batches: Sequence[Any], loss_scale: float | Callable[[], Tensor]) -> dict[str, Tensor]:
         """Forward and backward of all microbatches; gradients of Σ losses · loss_scale are added to the weights'.
+
+        A ``loss_scale`` that other ranks have a say in is a function, called where the first loss is there.
 
         Returns the losses' sums (unscaled, detached) as far as this rank computes them.
         """
@@ -116,7 +118,7 @@ class _Live:
 class _Run:
     """One batch on its way through the rank."""
 
-    def __init__(self, pipeline: Pipeline, batches: Sequence[Any], loss_scale: float | Tensor) -> None:
+    def __init__(self, pipeline: Pipeline, batches: Sequence[Any], loss_scale: float | Callable[[], Tensor]) -> None:
         self.pipeline, self.schedule, self.rank = pipeline, pipeline.schedule, pipeline.rank
         self.batches, self.loss_scale = batches, loss_scale
         rows, tokens = batches[0].tokens.shape
@@ -151,7 +153,7 @@ class _Run:
             x.requires_grad_()  # it belongs to no graph yet: each chunk's begins at its input
         with self._timed(action):
             y, losses, metrics = self.pipeline.chunks[action.chunk](x, self.batches[action.microbatch])
-            loss = torch.stack(list(losses.values())).sum() * self.loss_scale if losses else None
+            loss = torch.stack(list(losses.values())).sum() * self._scale() if losses else None
         for sums, values in ((self.losses, losses), (self.metrics, metrics)):
             for name, value in values.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
@@ -161,6 +163,9 @@ class _Run:
         if torch.is_grad_enabled():
             output = None if message is None else get_gradient_edge(y)
             self.live[action[1:]] = _Live(x, output, loss)
+
+    def _scale(self) -> float | Tensor:
+        return self.loss_scale() if callable(self.loss_scale) else self.loss_scale
 
     def _backward(self, action: Action) -> None:
         """B, or BW when nobody waits for the input's gradient: then the weights' are computed on the way."""

