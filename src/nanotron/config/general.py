@@ -99,7 +99,7 @@ class ParallelismArgs:
     pp_layers: list[Int] | None = key(
         None,
         "Layers of each pipeline stage, first to last, e.g. [5, 7].",
-        derived="stages of equal cost, embedding and head counted",
+        derived="ranks of equal cost, embedding and head counted",
     )
     pp_virtual_stages: Derived[Int] = derived(
         "Stages that each pipeline rank holds.", "2 for interleaved_1f1b and zbv, else 1", gt=0
