@@ -243,6 +243,7 @@ class Run:
         self.saver.save(self.step, list(self.training.pieces()), self._state(), _texts(self.config))
         self._last_saved, self._last_save_time = self.step, time.perf_counter()
         logger.info(f"saving step {self.step} to {self.config.checkpoints.checkpoints_path}")
+        logger.info(f"samples consumed: {self.feed.counters()}")
 
     def _state(self) -> dict[str, Any]:
         """state.json: the position of the run, and what bit-identical resuming depends on."""

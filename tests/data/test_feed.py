@@ -88,6 +88,7 @@ def test_resuming_at_any_step_continues_the_order_through_stages(nanoset, tmp_pa
     assert resumed.state_dict() == whole.state_dict()
     assert whole.consumed == {"stable": 16, "decay": 16}
     assert whole.consumed_tokens == 16 * 8 + 16 * 16
+    assert whole.counters() == f"stable 16 | decay 16 ({nanoset} 4, {tmp_path / 'late'} 12)"
     assert whole.consumed_per_source()["decay"] == {f"0:{nanoset}": 4, f"1:{tmp_path / 'late'}": 12}
 
 

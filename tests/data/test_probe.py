@@ -31,7 +31,7 @@ def test_every_folder_with_a_problem_is_named_by_its_key(nanoset, tmp_path):
         "data_stages[0].data.dataset.dataset_folder[1]",
         "data_stages[0].data.dataset.dataset_folder[2]",
     ]
-    assert "2 values for 3 folders" in found[0]
+    assert "has 2 in its list, but the folders of dataset_folder are 3" in found[0]
 
 
 def test_a_truncated_index_is_found_before_the_run(tmp_path):
@@ -125,13 +125,15 @@ def test_one_weight_and_one_mapping_of_arguments_is_needed_for_each_source():
         lines = [str(problem) for problem in probe_stages(make_config(data_stages=stages))]
         return [line.removeprefix("data_stages[0].data.dataset.") for line in lines if line.startswith("data_stages")]
 
-    assert found(hub) == ["dataset_weights: 3 values for 4 data sets (names × splits); give one for each"]
-    assert found({**hub, "dataset_weights": [1, 1, 1, 0]})[0].startswith("dataset_weights: dataset_weights[3]=0.0 must")
+    assert found(hub) == [
+        "dataset_weights: has 3 in its list, but the data sets (names × splits) are 4; give one for each"
+    ]
+    assert found({**hub, "dataset_weights": [1, 1, 1, 0]})[0].startswith("dataset_weights: dataset_weights[3]=0.0")
     assert found({**hub, "dataset_weights": [1, 1, 1, 2], "streaming": True}) == []
     (line,) = found({"hf_dataset_or_datasets": []})
     assert line == "hf_dataset_or_datasets: names no data set; name at least one, and a split of it"
     assert found({"python": [own, own], "arguments": [{"step": 1}]}) == [
-        "arguments: 1 values for 2 functions of python; give one for each"
+        "arguments: has 1 in its list, but the functions of python are 2; give one for each"
     ]
     (line,) = found({"python": [own, "absent.py:f"], "arguments": {}, "dataset_weights": [1, 2]})
     assert line.startswith("python[1]: absent.py:f names no file")

@@ -265,7 +265,9 @@ def test_the_command_tokenizes_in_parallel_and_says_the_totals(tmp_path):
     source = write_input(tmp_path / "in", "jsonl")
     command = ["-m", "nanotron.cli", "tokenize", source, "--output", "out", "--train-bpe", 400, "--workers", 2]
     done = run(*command, folder=tmp_path)
-    assert all(PROGRESS.fullmatch(line) for line in done.stderr.splitlines())  # none unless it takes a second
+    training, *progress = done.stderr.splitlines()
+    assert training == "out: training a BPE of 400 tokens on the input"
+    assert all(PROGRESS.fullmatch(line) for line in progress)  # none unless it takes a second
     assert done.stdout.startswith("out: 300 documents, ")
     assert len(done.stdout.splitlines()) == 1
     assert decoded(str(tmp_path / "out")) == TEXTS
@@ -357,7 +359,8 @@ def test_the_command_answers_mistakes_with_one_line(tmp_path):
     for arguments, line in [
         ([], "name at least one input and --output FOLDER, or use --stdlib for the embedded corpus\n"),
         (["x", "--output", "o"], "give one of --tokenizer NAME and --train-bpe SIZE, not both and not neither\n"),
-        (["absent.txt", "--output", "o", "--train-bpe", 400], "'absent.txt': no such file\n"),
+        (["absent.txt", "--output", "o", "--train-bpe", 400], "'absent.txt': no such file or folder\n"),
+        (["absent/", "--output", "o", "--train-bpe", 400], "'absent/': no such file or folder\n"),
         (["*.jsonl", "--output", "o", "--train-bpe", 400], "no file matches '*.jsonl'\n"),
     ]:
         done = run("-m", "nanotron.cli", "tokenize", *arguments, folder=tmp_path)

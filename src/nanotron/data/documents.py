@@ -69,8 +69,9 @@ def find_pieces(inputs: Sequence[str], hub: HubDataset, *, piece_size: int) -> l
         paths = _find_files(name)
         if not paths and any(character in name for character in "*?["):
             raise ConfigError(f"no file matches {name!r}")
-        if not paths and _format(name) is not None:  # no data set on the hub is called like a file of texts
-            raise ConfigError(f"{name!r}: no such file")
+        # No data set on the hub is called like a file of texts, or like a path.
+        if not paths and (_format(name) is not None or name.startswith((".", "/", "~")) or name.endswith("/")):
+            raise ConfigError(f"{name!r}: no such file or folder")
         if not paths:
             pieces += _hub_pieces(name, hub)
         for path in paths:

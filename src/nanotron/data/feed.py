@@ -128,6 +128,16 @@ class Feed:
             counts[scheduled.name] = dict(zip(names, taken, strict=True))
         return counts
 
+    def counters(self) -> str:
+        """Samples of each stage, and of each source where there are several, for the log."""
+        parts = []
+        for scheduled in self._stages:
+            samples, names = self.consumed[scheduled.name], scheduled.stage.source_names
+            taken = zip(names, scheduled.stage.taken(samples), strict=True)
+            sources = " (" + ", ".join(f"{name} {count}" for name, count in taken) + ")" if len(names) > 1 else ""
+            parts.append(f"{scheduled.name} {samples}{sources}")
+        return " | ".join(parts)
+
     def step(self, n: int) -> StepData:
         """The data of update n = 1, 2, …; raises EndOfData when the active stage may not repeat and has run out."""
         scheduled = self._active(n)

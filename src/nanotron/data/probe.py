@@ -112,7 +112,7 @@ def _validation_problems(config: Config) -> Iterator[DataProblem]:
 
 def _dataset_problems(dataset: AnyDataset | None, sequence_length: int) -> Iterator[tuple[tuple[str | int, ...], str]]:
     if isinstance(dataset, NanosetDatasetsArgs):
-        count, what = len(dataset.dataset_folder), "folders of dataset_folder"
+        count, what = len(dataset.dataset_folder), "the folders of dataset_folder are"
         yield from _list_problems(dataset, "dataset_weights", count, what)
         yield from _list_problems(dataset, "dataset_max_tokens", count, what)
         yield from _folder_problems(dataset, sequence_length)
@@ -122,9 +122,9 @@ def _dataset_problems(dataset: AnyDataset | None, sequence_length: int) -> Itera
             yield ("hf_dataset_or_datasets",), "names no data set; name at least one, and a split of it"
         if find_spec("datasets") is None:
             yield ("hf_dataset_or_datasets",), "reading Hugging Face data sets needs a package: pip install datasets"
-        yield from _list_problems(dataset, "dataset_weights", count, "data sets (names × splits)")
+        yield from _list_problems(dataset, "dataset_weights", count, "the data sets (names × splits) are")
     if isinstance(dataset, CustomDatasetArgs):
-        count, what = len(dataset.python), "functions of python"
+        count, what = len(dataset.python), "the functions of python are"
         yield from _list_problems(dataset, "arguments", count, what)
         yield from _list_problems(dataset, "dataset_weights", count, what)
         for number, reference in enumerate(dataset.python):
@@ -140,7 +140,7 @@ def _list_problems(
     if not isinstance(values, list):
         return
     if len(values) != count:
-        yield (name,), f"{len(values)} values for {count} {what}; give one for each"
+        yield (name,), f"has {len(values)} in its list, but {what} {count}; give one for each"
     elif name == "dataset_weights":
         try:
             round_weights(values)

@@ -15,6 +15,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -106,7 +107,7 @@ def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
     groups = list(_group(pieces, job.shard_bytes))
     os.makedirs(os.path.join(job.output, ".tokenize"), exist_ok=True)
     _agree_on_plan(job, groups)
-    tokenizer = _prepare_tokenizer(job, pieces)
+    tokenizer = _prepare_tokenizer(job, pieces, show_progress=show_progress)
     eos_id = _eos_id(job, tokenizer)
     name = job.tokenizer or os.path.join(job.output, "tokenizer.json")
     shards = [
@@ -172,7 +173,7 @@ def _agree_on_plan(job: Job, groups: list[list[Piece]]) -> None:
         )
 
 
-def _prepare_tokenizer(job: Job, pieces: Sequence[Piece]) -> Tokenizer:
+def _prepare_tokenizer(job: Job, pieces: Sequence[Piece], *, show_progress: bool) -> Tokenizer:
     """The tokenizer, trained first if asked for, and left in the output folder."""
     own = os.path.join(job.output, "tokenizer.json")
     if job.tokenizer is not None:
@@ -183,6 +184,8 @@ def _prepare_tokenizer(job: Job, pieces: Sequence[Piece]) -> Tokenizer:
     if os.path.exists(own):
         return load_tokenizer(own)
     assert job.train_bpe is not None
+    if show_progress:
+        print(f"{job.output}: training a BPE of {job.train_bpe} tokens on the input", file=sys.stderr, flush=True)
     tokenizer = train_bpe(_training_texts(job, pieces), job.train_bpe)
     save_tokenizer(tokenizer, job.output, eos=END_OF_TEXT)
     return tokenizer
