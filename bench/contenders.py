@@ -27,6 +27,8 @@ class Contender:
     """The line of ours that its ratio is taken with."""
     batch_policy: bool = False
     """SCHED_BATCH, which keeps gloo's threads from spinning against the thread they serve; unused by one process."""
+    keep_freed_memory: bool = False
+    """glibc's settings that ours makes on a CPU: large tensors are not handed back to the system and paged in anew."""
     warm_up: int = 2
     """Steps before the first round, which are not counted."""
 
@@ -56,6 +58,11 @@ def as_shipped_and_scheduled(contender: Contender) -> list[Contender]:
     return [contender, replace(contender, name=f"{contender.name}, SCHED_BATCH", batch_policy=True)]
 
 
+def keeping_memory(contender: Contender) -> Contender:
+    """A peer with the allocator's settings that ours makes for itself."""
+    return replace(contender, name=f"{contender.name}, freed memory kept", keep_freed_memory=True)
+
+
 def compiled(contender: Contender) -> Contender:
     """A peer under torch.compile, beside ours compiled."""
     return replace(
@@ -71,6 +78,23 @@ COMPILED = ours("ours, compile", config={"model.compile": True})
 PLAIN = Contender("plain loop", "bench.peers.plain", environment="torch")
 HUGGING_FACE = Contender("transformers", "bench.peers.hugging_face", environment="transformers")
 
+DDP = Contender("DDP", "bench.peers.ddp", environment="torch")
+
+
+def torchtitan(name: str = "torchtitan", **options: Any) -> Contender:
+    """torchtitan's Trainer; ``layout`` holds dp, tp and pp."""
+    return Contender(name, "bench.peers.torchtitan_step", options, environment="torchtitan")
+
+
+def dtensor(name: str, **options: Any) -> Contender:
+    """torch's own tensor parallelism on a plain model."""
+    return Contender(name, "bench.peers.dtensor_tp", options, environment="torch")
+
+
+def pipelining(name: str, schedule: str, against: str) -> Contender:
+    """torch's own pipeline parallelism on a plain model."""
+    return Contender(name, "bench.peers.pipelining", {"schedule": schedule}, environment="torch", against=against)
+
 
 def in_precision(contender: Contender, precision: str, label: str) -> Contender:
     """A peer with float32 weights under autocast, or with weights of the subject's own dtype."""
@@ -83,12 +107,31 @@ LOW_WEIGHTS = [in_precision(peer, "weights", "bf16 weights") for peer in (PLAIN,
 SUBJECTS = {
     "one": Subject(
         "One process, float32",
-        [ours(), COMPILED, PLAIN, compiled(PLAIN), HUGGING_FACE, compiled(HUGGING_FACE)],
+        [
+            ours(),
+            COMPILED,
+            PLAIN,
+            keeping_memory(PLAIN),
+            compiled(PLAIN),
+            keeping_memory(compiled(PLAIN)),
+            HUGGING_FACE,
+            keeping_memory(HUGGING_FACE),
+            compiled(HUGGING_FACE),
+            torchtitan(),
+        ],
         threads=2,
     ),
     "one-bf16": Subject(
         "One process, bfloat16",
-        [ours(), COMPILED, *AUTOCAST, *map(compiled, AUTOCAST), *LOW_WEIGHTS, compiled(LOW_WEIGHTS[1])],
+        [
+            ours(),
+            COMPILED,
+            *AUTOCAST,
+            *map(keeping_memory, AUTOCAST),
+            *map(compiled, AUTOCAST),
+            *LOW_WEIGHTS,
+            compiled(LOW_WEIGHTS[1]),
+        ],
         dtype="bfloat16",
         threads=2,
     ),
@@ -97,10 +140,50 @@ SUBJECTS = {
         [
             ours(layout={"dp": 2}),
             ours("ours, ZeRO 0", layout={"dp": 2}, config={"optimizer.zero_stage": 0}),
-            *as_shipped_and_scheduled(Contender("DDP", "bench.peers.ddp", environment="torch")),
+            *as_shipped_and_scheduled(DDP),
+            keeping_memory(as_shipped_and_scheduled(DDP)[1]),
             *as_shipped_and_scheduled(Contender("FSDP2", "bench.peers.fsdp2", environment="torch")),
+            *as_shipped_and_scheduled(torchtitan(layout={"dp": 2})),
         ],
         world=2,
+    ),
+    "tp2": Subject(
+        "Two tensor-parallel ranks, float32",
+        [
+            ours(layout={"tp": 2}),
+            *as_shipped_and_scheduled(dtensor("DTensor")),
+            *as_shipped_and_scheduled(dtensor("DTensor, loss parallel", loss_parallel=True)),
+            *as_shipped_and_scheduled(
+                dtensor("DTensor, sequence and loss parallel", sequence_parallel=True, loss_parallel=True)
+            ),
+            *as_shipped_and_scheduled(torchtitan(layout={"tp": 2})),
+            *as_shipped_and_scheduled(
+                torchtitan("torchtitan, no sequence parallel", layout={"tp": 2}, sequence_parallel=False)
+            ),
+        ],
+        world=2,
+    ),
+    "pp2": Subject(
+        "Two pipeline stages, float32",
+        [
+            *(ours(f"ours, {engine}", layout={"pp": 2, "pp_engine": engine}) for engine in ("1f1b", "zb_h1", "zbv")),
+            *as_shipped_and_scheduled(pipelining("Schedule1F1B", "1f1b", against="ours, 1f1b")),
+            *as_shipped_and_scheduled(pipelining("ScheduleZBVZeroBubble", "zbv", against="ours, zb_h1")),
+        ],
+        world=2,
+    ),
+    "3d": Subject(
+        "Two replicas of two stages of two tensor-parallel ranks, float32",
+        [
+            ours(layout={"dp": 2, "tp": 2, "pp": 2}),
+            *as_shipped_and_scheduled(torchtitan(layout={"dp": 2, "tp": 2, "pp": 2})),
+            *as_shipped_and_scheduled(
+                torchtitan(
+                    "torchtitan, no sequence parallel", layout={"dp": 2, "tp": 2, "pp": 2}, sequence_parallel=False
+                )
+            ),
+        ],
+        world=8,
     ),
 }
 """By the names that the command line takes."""

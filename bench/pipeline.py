@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 
-from bench.plain import PlainStage
+from bench.peers.pipelining import TorchPipeline
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
 from nanotron.layout import layers_of_stages, parameter_specs, pipeline_schedule
@@ -99,38 +98,19 @@ def ours(mesh: Mesh, name: str, microbatches: int, options: argparse.Namespace) 
 def theirs(mesh: Mesh, name: str, microbatches: int, options: argparse.Namespace) -> Contender:
     """torch's schedule of the same kind, on a plain model of the same shape."""
     config = config_of(name, microbatches, options)
-    schedule, layers = pipeline_schedule(config), layers_of_stages(config)
-    tokens = tokens_of(microbatches)
-    held = [schedule.placement(mesh.coord("pp"), index) for index in range(schedule.num_chunks)]
-    hidden = torch.empty(ROWS, TOKENS, options.hidden, requires_grad=True)
-    logits = torch.empty(ROWS, TOKENS, VOCABULARY, requires_grad=True)
-    modules, stages = [], []
-    for stage in held:
-        last = stage == schedule.num_stages - 1
-        lo, hi = layers[stage]
-        module = PlainStage(config.model.model_config, hi - lo, embed=stage == 0, head=last)
-        modules.append(module)
-        shapes = {
-            "input_args": (tokens[:ROWS] if stage == 0 else hidden,),
-            "output_args": (logits if last else hidden,),
-        }
-        stages.append(PipelineStage(module, stage, schedule.num_stages, torch.device("cpu"), **shapes))
+    layers = [hi - lo for lo, hi in layers_of_stages(config)]
+    batches = [(part, part) for part in tokens_of(microbatches).chunk(microbatches)]
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
 
-    pipeline = (
-        Schedule1F1B(stages[0], microbatches, loss_fn=loss, scale_grads=False)
-        if name == "1f1b"
-        else ScheduleZBVZeroBubble(stages, microbatches, loss_fn=loss, scale_grads=False)
-    )
-    given = [tokens] if 0 in held else []
-    wanted = {"target": tokens} if schedule.num_stages - 1 in held else {}
+    shape, rank = config.model.model_config, mesh.coord("pp")
+    pipeline = TorchPipeline(name, shape, layers, batches, loss, rank=rank, ranks=RANKS)
 
     def run() -> list[Span]:
-        for module in modules:
+        for module in pipeline.modules:
             module.zero_grad(set_to_none=True)
-        pipeline.step(*given, **wanted, return_outputs=False)
+        pipeline.run()
         return []
 
     return run

@@ -48,7 +48,7 @@ SHAPES = {
     "tiny": Shape(
         hidden_size=32,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=128,

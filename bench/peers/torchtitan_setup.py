@@ -1,0 +1,190 @@
+"""torchtitan 0.3.0 on CPUs: the same Llama as its own configuration, and what its Trainer misses there.
+
+Everything is built by the library: `Trainer.Config`, its Llama 3 modules, its parallelize and pipelining functions, its
+fused AdamW, its clipping, its schedules. It does not run as shipped without an accelerator, so this file
+
+- names the device, since torchtitan takes what torch reports or else "cuda", and gives `torch.cpu` the five functions
+  of `torch.cuda` that the memory monitor calls (`run_on_cpu`);
+- configures the library's `ScaledDotProductAttention`, which its Trainer takes too, because FlexAttention and varlen
+  have no backward on CPUs; batches then carry no positions;
+- has FSDP sum gradients: its default here is a scaled sum, which gloo lacks (`CPUTrainer.__init__`);
+- passes a pipeline its batch whole instead of in microbatches, as torchtitan did until torch 2.14 took either, and
+  takes the spmd_backend partial_dtensor: the newer spmd_types needs FSDP of torch 2.14, of which the index has no build
+  without CUDA. All contenders have torch 2.13.
+
+Otherwise as shipped: FSDP over dp, sequence parallelism with tp, fused q/k/v, chunked loss. Faster than shipped: no
+activation checkpointing. Not used: torch.compile, checkpoints, profiler, trackers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from bench.shapes import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Shape
+from bench.work import microbatches
+
+
+def run_on_cpu() -> None:
+    """Let torchtitan take the CPU for its device; call it before torchtitan is imported."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    torch._utils._get_available_device_type = lambda: "cpu"
+    torch.cpu.get_device_name = lambda device=None: "CPU"
+    torch.cpu.get_device_properties = lambda device=None: SimpleNamespace(total_memory=memory)
+    torch.cpu.memory_stats = lambda device=None: {}
+    torch.cpu.reset_peak_memory_stats = lambda device=None: None
+    torch.cpu.empty_cache = lambda: None
+
+
+run_on_cpu()
+
+from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
+from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
+from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+from torchtitan.components.optimizer import default_adamw  # noqa: E402
+from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
+from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.models import llama3  # noqa: E402
+from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+
+class CPUTrainer(Trainer):
+    """torchtitan's Trainer with what gloo and torch 2.13 need."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        for module in (module for part in self.model_parts for module in part.modules()):
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    def pp_forward_backward_step(
+        self, *, input_dict_mbs: list[dict[str, Tensor]], label_mbs: list[Tensor], global_valid_tokens: Tensor
+    ) -> Tensor:
+        """All microbatches through the pipeline, joined here and cut by the schedule; the loss, where it is known."""
+        parts = [self.post_dataloading_process(*part) for part in zip(input_dict_mbs, label_mbs, strict=True)]
+        inputs, labels = (torch.cat([part[index] for part in parts]) for index in range(2))  # 2 × [m·b, s]
+        losses: list[Tensor] | None = [] if self.pp_has_last_stage else None
+        with self.train_context():
+            self.pp_schedule.step(
+                *([inputs] if self.pp_has_first_stage else []),
+                target=labels if self.pp_has_last_stage else None,
+                losses=losses,
+                loss_kwargs={"global_valid_tokens": global_valid_tokens},
+                return_outputs=False,
+            )
+        return torch.tensor(-1.0) if losses is None else torch.stack(losses).sum()
+
+
+class SameTokens(BaseDataLoader):
+    """The microbatches of every contender, again and again, as torchtitan's data loaders give them."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        shape: dict[str, Any]
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
+        self.parts = microbatches(Shape(**config.shape), dp_rank, dp_world_size)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        while True:
+            for tokens, labels in self.parts:
+                yield {"input": tokens}, labels
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing is worth saving."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing was saved."""
+
+
+class NoTokenizer(BaseTokenizer):
+    """Tokens are numbers already."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, *, tokenizer_path: str) -> None:
+        super().__init__()
+
+    def encode(self, *_: Any, **__: Any) -> Any:
+        """Never called, like its siblings."""
+        raise NotImplementedError
+
+    decode = get_vocab_size = encode
+
+
+def model_of(shape: Shape) -> Any:
+    """The Llama of this shape, from the parts of torchtitan's registry."""
+    hidden, vocabulary = shape.hidden_size, shape.vocab_size
+    rope = llama3.ComplexRoPE.Config(dim=shape.head_dim, max_seq_len=shape.sequence_length, theta=shape.rope_theta)
+    layers = llama3._build_llama3_layers(
+        n_layers=shape.num_hidden_layers,
+        dim=hidden,
+        n_heads=shape.num_attention_heads,
+        n_kv_heads=shape.num_key_value_heads,
+        hidden_dim=shape.intermediate_size,
+        rope=rope,
+        attn_backend="flex",
+    )
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    normal = {"weight": partial(nn.init.normal_, std=0.02)}
+    return llama3.Llama3Model.Config(
+        dim=hidden,
+        vocab_size=vocabulary,
+        tok_embeddings=llama3.Embedding.Config(num_embeddings=vocabulary, embedding_dim=hidden, param_init=normal),
+        norm=llama3.RMSNorm.Config(normalized_shape=hidden, param_init=llama3._NORM_INIT),
+        lm_head=llama3.Linear.Config(in_features=hidden, out_features=vocabulary, param_init=normal),
+        layers=layers,
+    )
+
+
+def trainer_config(asked: dict[str, Any], *, steps: int = 1_000_000_000) -> CPUTrainer.Config:
+    """The whole run that was asked for, in torchtitan's words; it logs every step."""
+    shape, layout = Shape(**asked["shape"]), {"dp": 1, "tp": 1, "pp": 1, **asked.get("layout", {})}
+    rows = shape.num_microbatches * shape.micro_batch_size
+    registered = llama3.model_registry("debugmodel")
+    return CPUTrainer.Config(
+        model_spec=dataclasses.replace(registered, model=model_of(shape), state_dict_adapter=None),
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=shape.vocab_size)),
+        tokenizer=NoTokenizer.Config(),
+        dataloader=SameTokens.Config(shape=dataclasses.asdict(shape)),
+        optimizer=default_adamw(LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
+        training=TrainingConfig(
+            local_batch_size=rows // layout["dp"] if layout["pp"] > 1 else shape.micro_batch_size,
+            global_batch_size=rows,
+            seq_len=shape.sequence_length,
+            max_norm=CLIP,
+            steps=steps,
+            mixed_precision_param=asked["dtype"],
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(
+            spmd_backend="partial_dtensor",
+            data_parallel_shard_degree=layout["dp"],
+            tensor_parallel_degree=layout["tp"],
+            enable_sequence_parallel=asked.get("sequence_parallel", True),
+            pipeline_parallel_degree=layout["pp"],
+            pipeline_parallel_schedule=asked.get("schedule", "1F1B"),
+            pipeline_parallel_microbatch_size=shape.micro_batch_size,
+        ),
+        checkpoint=CheckpointManager.Config(enable=False),
+        activation_checkpoint=None,
+        metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
+    )
