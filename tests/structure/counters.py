@@ -33,6 +33,11 @@ class Collectives(TorchDispatchMode):
         self.calls: Counter[Collective] = Counter()
         self.bytes: Counter[Collective] = Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False keeps torch from importing its compiler when the mode is entered."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname != "recv_":
             kind, position = KINDS[func._opname]

@@ -1,0 +1,68 @@
+"""What one more block adds to a chunk's forward and backward, counted on real tensors and on the planner's fakes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanotron.batch import Batch
+from nanotron.config import Config
+from nanotron.layout import mesh_axes
+from nanotron.mesh import Mesh
+from nanotron.plan.counting import Counting
+from nanotron.plan.measure import measure_chunk
+from nanotron.step import Held, build_buckets, build_chunks
+
+
+class PerBlock(NamedTuple):
+    """Bytes that live from forward to backward, and kernels launched."""
+
+    kept: int
+    forward: int
+    backward: int
+
+
+def real_block(rank: int, world: int, config: Config, layers: int = 2) -> PerBlock:
+    """What the last of ``layers`` + 1 layers adds, as this rank runs it."""
+    mesh = Mesh(mesh_axes(config), rank)
+    if world > 1:
+        mesh.create_groups()
+    _real(config, mesh, layers)  # what is made once and kept, such as attention's mask, is there now
+    return _added(_real(config, mesh, layers), _real(config, mesh, layers + 1))
+
+
+def _real(config: Config, mesh: Mesh, layers: int) -> PerBlock:
+    tokens = config.tokens
+    shape = tokens.micro_batch_size, tokens.sequence_length
+    with Counting() as counter:
+        (chunk,) = build_chunks(config, mesh, [Held((0, layers), True, False)], "cpu")
+        chunk.initialize(seed=1)
+        buckets = build_buckets(config, mesh, [chunk])
+        buckets.start(1, tokens.sequence_length)
+        ids = torch.zeros(shape, dtype=torch.int64)
+        before = counter.alive
+        with counter.section() as forward:
+            y, _, _ = chunk(None, Batch(ids, ids, torch.arange(shape[1]).expand(shape)))
+        kept = counter.alive - before
+        grad = torch.ones_like(y)
+        with counter.section() as backward:
+            torch.autograd.backward([y], [grad])
+    return PerBlock(kept, forward["kernels"], backward["kernels"])
+
+
+def planned_block(config: Config, *, accelerator: bool, layers: int = 2) -> PerBlock:
+    """The same as the planner says it."""
+    low, high = (
+        measure_chunk(config, Held((0, count), False, False), accelerator=accelerator) for count in (layers, layers + 1)
+    )
+    return _added(
+        *(
+            PerBlock(counts.kept, counts.forward["kernels"], counts.backward["kernels"] + counts.weights["kernels"])
+            for counts in (low, high)
+        )
+    )
+
+
+def _added(low: PerBlock, high: PerBlock) -> PerBlock:
+    return PerBlock(*(b - a for a, b in zip(low, high, strict=True)))

@@ -1,0 +1,94 @@
+"""Kernels that a step launches: a fixed number for each block and each bucket, whatever their size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nanotron.batch import Batch
+from nanotron.layout import mesh_axes
+from nanotron.mesh import Mesh
+from nanotron.plan.counting import Counting
+from nanotron.step import Training
+from tests.plan.configs import small
+from tests.pool import Pool
+from tests.structure.blocks import planned_block, real_block
+
+ONE: dict[str, Any] = {"hidden": 64, "micro_batch": 2, "sequence": 64}
+TP = {**ONE, "tp": 2}
+SEQUENCE_PARALLEL = {**TP, "sequence_parallel": True}
+RECOMPUTE = {**ONE, "recompute": True}
+
+# layout; forward and backward of a block in float32, with an accelerator's kernels and with a CPU's
+KERNELS = [
+    (ONE, (26, 41), (36, 65)),
+    (TP, (26, 41), (36, 65)),
+    (SEQUENCE_PARALLEL, (30, 47), (40, 71)),
+    (RECOMPUTE, (26, 66), (36, 100)),
+]
+BFLOAT16_MORE = 5  # a temporary of each weight's gradient is added to the float32 sum
+
+
+@pytest.mark.parametrize(("layout", "accelerator", "cpu"), KERNELS, ids=["one", "tp", "sp", "recompute"])
+def test_a_block_launches_this_many_kernels(
+    layout: dict[str, Any], accelerator: tuple[int, int], cpu: tuple[int, int]
+) -> None:
+    assert planned_block(small(**layout), accelerator=True)[1:] == accelerator
+    assert planned_block(small(**layout), accelerator=False)[1:] == cpu
+    half = planned_block(small(**layout, dtype="bfloat16"), accelerator=True)
+    assert half[1:] == (accelerator[0], accelerator[1] + BFLOAT16_MORE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cpu"), [(ONE, KERNELS[0][2]), (RECOMPUTE, KERNELS[3][2])], ids=["one", "recompute"]
+)
+def test_a_real_block_launches_as_many(layout: dict[str, Any], cpu: tuple[int, int]) -> None:
+    assert real_block(0, 1, small(**layout))[1:] == cpu
+
+
+def test_a_real_block_launches_as_many_with_tensor_parallelism(pool: Pool) -> None:
+    for block in pool.run(2, real_block, small(**TP)):
+        assert block[1:] == KERNELS[1][2]
+
+
+@pytest.mark.parametrize("change", [{"micro_batch": 5}, {"sequence": 1024}, {"hidden": 512}], ids=str)
+def test_kernels_do_not_depend_on_sizes(change: dict[str, int]) -> None:
+    for accelerator in (True, False):
+        there, here = (planned_block(small(**sizes), accelerator=accelerator) for sizes in (ONE | change, ONE))
+        assert there[1:] == here[1:]
+
+
+@pytest.mark.parametrize("accelerator", [True, False])
+def test_every_block_launches_as_many_as_the_others(accelerator: bool) -> None:
+    config = small(**ONE, layers=8)
+    counts = {planned_block(config, accelerator=accelerator, layers=layers) for layers in (1, 2, 7)}
+    assert len(counts) == 1
+
+
+ONCE, PER_BUCKET = 40, 8  # of a step without its forward and backward: float32, AdamW, clipping, 4 microbatches
+
+
+@pytest.mark.parametrize(("layers", "cap_mb", "buckets"), [(2, 25, 2), (6, 25, 2), (8, 1, 11)])
+def test_the_rest_of_a_step_launches_a_constant_number_of_kernels_per_bucket(
+    layers: int, cap_mb: int, buckets: int
+) -> None:
+    config = small(**ONE, layers=layers)
+    config.model.ddp_bucket_cap_mb = cap_mb
+    ids = torch.zeros(2, 64, dtype=torch.int64)
+    batches = [Batch(ids, ids, torch.arange(64).expand(2, 64))] * config.tokens.batch_accumulation_per_replica
+    with Counting() as counter:
+        training = Training(config, Mesh(mesh_axes(config)), "cpu")
+        training.step(1, batches)
+        run = training.pipeline.run
+
+        def counted_apart(*args: Any) -> Any:
+            with counter.section():
+                return run(*args)
+
+        training.pipeline.run = counted_apart  # type: ignore[method-assign]
+        with counter.section() as outside:
+            training.step(2, batches)
+    assert len(training.buckets.all) == buckets
+    assert outside["kernels"] == ONCE + PER_BUCKET * buckets
