@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="contenders with such a name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the contenders are ended on the way out
     names, shape = options.subject or list(SUBJECTS), SHAPES[options.shape]
     contenders = [one for name in names for one in chosen(SUBJECTS[name], options.only)]
     facts = machine_facts(one.environment for one in contenders)

@@ -13,12 +13,22 @@ from bench.shapes import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Shape
 from bench.work import microbatches
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
+from nanotron.launch.place import keep_freed_memory
 from nanotron.layout import mesh_axes
 from nanotron.mesh import Mesh
 from nanotron.step import Training
 
-MODEL = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-MODEL = (*MODEL, "vocab_size", "rms_norm_eps", "rope_theta")
+MODEL = [
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "rms_norm_eps",
+    "rope_theta",
+]
+"""The fields of the shape that are keys of the model's config."""
 
 
 def config_of(asked: dict[str, Any]) -> Config:
@@ -51,6 +61,7 @@ def config_of(asked: dict[str, Any]) -> Config:
 def main() -> None:
     asked = options()
     prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    keep_freed_memory()  # as nanotron.launch does on a CPU
     config = config_of(asked)
     mesh = Mesh()
     if config.parallelism.world_size > 1:

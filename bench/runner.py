@@ -49,7 +49,7 @@ class Running:
         asked = {"shape": asdict(shape), "dtype": subject.dtype, "threads": subject.threads}
         asked |= {"batch_policy": contender.batch_policy and subject.world > 1, **contender.options}
         command = [python_of(contender.environment), "-m", contender.module, json.dumps(asked)]
-        shared = process_environment(threads=subject.threads)
+        shared = process_environment(threads=subject.threads, keep_freed_memory=contender.keep_freed_memory)
         shared |= {"WORLD_SIZE": str(subject.world), "LOCAL_WORLD_SIZE": str(subject.world)}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         name = re.sub(r"\W+", "-", contender.name)

@@ -121,4 +121,4 @@ def test_every_contender_is_there_to_be_started(name: str) -> None:
     for one in contenders:
         assert importlib.util.find_spec(one.module), one.module
         assert one.environment is None or (REQUIREMENTS / f"{one.environment}.txt").exists()
-        assert one.against in names
+        assert one.against in names or one.module in ("bench.ours", LIMIT.module)
