@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -192,6 +194,17 @@ def _data_can_be_read(config: Config) -> Findings:
 def _wandb_is_installed(config: Config) -> Findings:
     if config.logging.wandb and find_spec("wandb") is None:
         yield "logging.wandb", "true, but the package wandb is not installed; pip install wandb, or set it to false"
+
+
+@_file_probe("model.compile")
+def _compiler_is_installed(config: Config) -> Findings:
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what torch.compile looks for
+    if config.model.compile and shutil.which(compiler) is None:
+        yield (
+            "model.compile",
+            f"true, but the C++ compiler {compiler} is not installed; install it, name another in the environment"
+            " variable CXX, or set it to false",
+        )
 
 
 @_file_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path")

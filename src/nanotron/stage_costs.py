@@ -87,6 +87,7 @@ def _measure(config: Config, *, embed: bool, head: bool) -> Cost:
     import torch
 
     from nanotron.batch import Batch
+    from nanotron.elementwise import as_written, fused
     from nanotron.launch.place import Place, choose_device
     from nanotron.mesh import Mesh
     from nanotron.models.llama import Llama
@@ -104,6 +105,7 @@ def _measure(config: Config, *, embed: bool, head: bool) -> Cost:
         device=device,
         recompute=config.parallelism.recompute_layer,
         loss_chunk=config.model.loss_chunk,
+        fuse=fused if config.model.compile else as_written,
     )
     sums = torch.promote_types(dtype, torch.float32) if config.optimizer.accumulate_grad_in_fp32 else dtype
     for weight in chunk.weights.values():

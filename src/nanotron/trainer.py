@@ -20,6 +20,7 @@ from nanotron.checkpoint.write import Saver
 from nanotron.data.feed import EndOfData, Feed, StepData
 from nanotron.data.fingerprint import fingerprint_changes
 from nanotron.data.order_changes import order_changes
+from nanotron.elementwise import seconds_compiling
 from nanotron.launch import codes
 from nanotron.launch.folder import run_directory
 from nanotron.logging import get_logger
@@ -61,6 +62,8 @@ def train(
         )
         return codes.DONE
     before_training()
+    if config.model.compile:
+        logger.info("compiling in the first step, and again where sequences become longer or shorter")
     feed = _open_feed(config, mesh, device, start, allow_data_change=allow_data_change)
     metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
     checkpoints = config.checkpoints
@@ -134,6 +137,7 @@ class Run:
         self._unread: deque[_Made] = deque()
         self._last_saved = self.step
         self._clock = self._last_save_time = time.perf_counter()
+        self._seconds_compiling = 0.0
 
     def to_the_end(self) -> int:
         """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
@@ -171,11 +175,20 @@ class Run:
         with self.traced(update):
             word = self.training.step(update, data.microbatches, save=save, stop=self.told_to_stop)
         self.step += 1
+        if self.config.model.compile:
+            self._tell_compiling()
         self.after_step()
         samples, tokens = sum(self.feed.consumed.values()), self.feed.consumed_tokens
         self._unread.append(_Made(self.step, word, data, samples, tokens, self._validate()))
         for line in self.saver.poll():
             logger.error(line)
+
+    def _tell_compiling(self) -> None:
+        """Say how long was spent compiling since the last step, if at all: shapes were new."""
+        seconds, before = seconds_compiling(), self._seconds_compiling
+        if seconds > before:
+            logger.info(f"compiled for {seconds - before:.1f} s by the end of step {self.step} (model.compile)")
+        self._seconds_compiling = seconds
 
     def _validate(self) -> float | None:
         """The loss on the stage's validation set, when it is time for it; its seconds are not the step's."""

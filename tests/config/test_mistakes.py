@@ -90,6 +90,17 @@ def test_problems_are_sorted_by_line_and_overrides_come_last(tmp_path: Path) -> 
     assert [line.split(":")[0] for line in lines] == ["2", "7", "17", "--override logging.log_level=loud"]
 
 
+def test_compiling_needs_the_compiler_that_it_would_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = RIGHT.replace("  model_config:", "  compile: true\n  model_config:")
+    monkeypatch.setenv("CXX", "absent-c++")
+    assert problems(tmp_path, text) == [
+        "6: model.compile: true, but the C++ compiler absent-c++ is not installed; install it, name another in the"
+        " environment variable CXX, or set it to false"
+    ]
+    monkeypatch.setenv("CXX", "sh")
+    assert check(tmp_path / "x.yaml").model.compile
+
+
 def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent.yaml: no such file or directory; give the path of a YAML config"):
         check(tmp_path / "absent.yaml")
