@@ -1,8 +1,10 @@
 """Ours and what a user would pick instead, on the same work, taking turns in one run.
 
     python -m bench [SUBJECT ...] [--shape reference] [--rounds 9] [--steps 2] [--only WORD ...] [--json FILE]
+    python -m bench first [--rounds 3] [--steps 20] [--json FILE]
 
-Subjects are in bench/contenders.py; without any, all run. docs/benchmarks.md says what is compared and how.
+``first`` is about starting and memory: bench/first_step.py. The other subjects are in
+bench/contenders.py; without any, all of those run. docs/benchmarks.md says what is compared and how.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench import first_step
 from bench.contenders import SUBJECTS, Contender, Subject
 from bench.environments import FOLDER
 from bench.machine import describe, machine_facts
@@ -57,6 +60,9 @@ def run_subject(name: str, shape: Shape, options: argparse.Namespace) -> dict[st
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the subjects; 1 when a contender failed, else 0."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["first"]:
+        return first_step.main(arguments[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", nargs="*", choices=[[], *SUBJECTS], help=f"any of {', '.join(SUBJECTS)}")
     parser.add_argument("--shape", choices=SHAPES, default="reference")

@@ -63,6 +63,12 @@ def keeping_memory(contender: Contender) -> Contender:
     return replace(contender, name=f"{contender.name}, freed memory kept", keep_freed_memory=True)
 
 
+def in_all_ways(contender: Contender) -> list[Contender]:
+    """A peer of several processes as shipped, scheduled as ours, and with our allocator's settings too."""
+    shipped, scheduled = as_shipped_and_scheduled(contender)
+    return [shipped, scheduled, keeping_memory(scheduled)]
+
+
 def compiled(contender: Contender) -> Contender:
     """A peer under torch.compile, beside ours compiled."""
     return replace(
@@ -81,9 +87,17 @@ HUGGING_FACE = Contender("transformers", "bench.peers.hugging_face", environment
 DDP = Contender("DDP", "bench.peers.ddp", environment="torch")
 
 
+CUBE = {"dp": 2, "tp": 2, "pp": 2}
+
+
 def torchtitan(name: str = "torchtitan", **options: Any) -> Contender:
     """torchtitan's Trainer; ``layout`` holds dp, tp and pp."""
     return Contender(name, "bench.peers.torchtitan_step", options, environment="torchtitan")
+
+
+def unsplit_torchtitan(layout: Mapping[str, int]) -> Contender:
+    """torchtitan without sequence parallelism, which it has on with tp."""
+    return torchtitan("torchtitan, no sequence parallel", layout=layout, sequence_parallel=False)
 
 
 def dtensor(name: str, **options: Any) -> Contender:
@@ -91,9 +105,10 @@ def dtensor(name: str, **options: Any) -> Contender:
     return Contender(name, "bench.peers.dtensor_tp", options, environment="torch")
 
 
-def pipelining(name: str, schedule: str, against: str) -> Contender:
-    """torch's own pipeline parallelism on a plain model."""
-    return Contender(name, "bench.peers.pipelining", {"schedule": schedule}, environment="torch", against=against)
+def pipelining(name: str, schedule: str) -> Contender:
+    """torch's own pipeline parallelism on a plain model, beside ours of the same kind."""
+    options = {"schedule": schedule}
+    return Contender(name, "bench.peers.pipelining", options, environment="torch", against=f"ours, {schedule}")
 
 
 def in_precision(contender: Contender, precision: str, label: str) -> Contender:
@@ -140,8 +155,7 @@ SUBJECTS = {
         [
             ours(layout={"dp": 2}),
             ours("ours, ZeRO 0", layout={"dp": 2}, config={"optimizer.zero_stage": 0}),
-            *as_shipped_and_scheduled(DDP),
-            keeping_memory(as_shipped_and_scheduled(DDP)[1]),
+            *in_all_ways(DDP),
             *as_shipped_and_scheduled(Contender("FSDP2", "bench.peers.fsdp2", environment="torch")),
             *as_shipped_and_scheduled(torchtitan(layout={"dp": 2})),
         ],
@@ -151,15 +165,11 @@ SUBJECTS = {
         "Two tensor-parallel ranks, float32",
         [
             ours(layout={"tp": 2}),
-            *as_shipped_and_scheduled(dtensor("DTensor")),
+            *in_all_ways(dtensor("DTensor")),
             *as_shipped_and_scheduled(dtensor("DTensor, loss parallel", loss_parallel=True)),
-            *as_shipped_and_scheduled(
-                dtensor("DTensor, sequence and loss parallel", sequence_parallel=True, loss_parallel=True)
-            ),
+            *in_all_ways(dtensor("DTensor, sequence parallel", sequence_parallel=True, loss_parallel=True)),
             *as_shipped_and_scheduled(torchtitan(layout={"tp": 2})),
-            *as_shipped_and_scheduled(
-                torchtitan("torchtitan, no sequence parallel", layout={"tp": 2}, sequence_parallel=False)
-            ),
+            *as_shipped_and_scheduled(unsplit_torchtitan(layout={"tp": 2})),
         ],
         world=2,
     ),
@@ -167,21 +177,17 @@ SUBJECTS = {
         "Two pipeline stages, float32",
         [
             *(ours(f"ours, {engine}", layout={"pp": 2, "pp_engine": engine}) for engine in ("1f1b", "zb_h1", "zbv")),
-            *as_shipped_and_scheduled(pipelining("Schedule1F1B", "1f1b", against="ours, 1f1b")),
-            *as_shipped_and_scheduled(pipelining("ScheduleZBVZeroBubble", "zbv", against="ours, zb_h1")),
+            *in_all_ways(pipelining("Schedule1F1B", "1f1b")),
+            *in_all_ways(pipelining("ScheduleZBVZeroBubble", "zbv")),
         ],
         world=2,
     ),
     "3d": Subject(
         "Two replicas of two stages of two tensor-parallel ranks, float32",
         [
-            ours(layout={"dp": 2, "tp": 2, "pp": 2}),
-            *as_shipped_and_scheduled(torchtitan(layout={"dp": 2, "tp": 2, "pp": 2})),
-            *as_shipped_and_scheduled(
-                torchtitan(
-                    "torchtitan, no sequence parallel", layout={"dp": 2, "tp": 2, "pp": 2}, sequence_parallel=False
-                )
-            ),
+            ours(layout=CUBE),
+            *in_all_ways(torchtitan(layout=CUBE)),
+            *as_shipped_and_scheduled(unsplit_torchtitan(layout=CUBE)),
         ],
         world=8,
     ),

@@ -3,17 +3,17 @@
 Everything is built by the library: `Trainer.Config`, its Llama 3 modules, its parallelize and pipelining functions, its
 fused AdamW, its clipping, its schedules. It does not run as shipped without an accelerator, so this file
 
-- names the device, since torchtitan takes what torch reports or else "cuda", and gives `torch.cpu` the five functions
-  of `torch.cuda` that the memory monitor calls (`run_on_cpu`);
-- configures the library's `ScaledDotProductAttention`, which its Trainer takes too, because FlexAttention and varlen
-  have no backward on CPUs; batches then carry no positions;
-- has FSDP sum gradients: its default here is a scaled sum, which gloo lacks (`CPUTrainer.__init__`);
-- passes a pipeline its batch whole instead of in microbatches, as torchtitan did until torch 2.14 took either, and
-  takes the spmd_backend partial_dtensor: the newer spmd_types needs FSDP of torch 2.14, of which the index has no build
-  without CUDA. All contenders have torch 2.13.
+- names the device, for torchtitan takes what torch reports or else "cuda", and gives `torch.cpu` the five functions of
+  `torch.cuda` that its memory monitor calls (`run_on_cpu`);
+- configures the library's `ScaledDotProductAttention`, which its Trainer takes too: on CPUs FlexAttention has no
+  backward and varlen no kernel. Batches then carry no positions;
+- has FSDP sum gradients (`CPUTrainer.__init__`): gloo lacks the scaled sum that it takes otherwise;
+- leaves the groups' timeouts as they begin: the barrier before they are shortened wants the number of an accelerator;
+- gives a pipeline its batch whole instead of in microbatches, which torch takes since 2.14, and takes the spmd_backend
+  partial_dtensor: the default, spmd_types, needs torch 2.14's FSDP. All contenders have torch 2.13.
 
 Otherwise as shipped: FSDP over dp, sequence parallelism with tp, fused q/k/v, chunked loss. Faster than shipped: no
-activation checkpointing. Not used: torch.compile, checkpoints, profiler, trackers.
+activation checkpointing. Not used: torch.compile, checkpoints, profiler, traces.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import os
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import tyro
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -46,16 +47,19 @@ def run_on_cpu() -> None:
 
 run_on_cpu()
 
+import torchtitan.distributed.utils  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.optimizer import default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.config import ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.models import llama3  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
+
+torchtitan.distributed.utils.set_pg_timeouts = lambda **_: None
 
 
 class CPUTrainer(Trainer):
@@ -94,7 +98,7 @@ class SameTokens(BaseDataLoader):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        shape: dict[str, Any]
+        shape: Annotated[dict[str, Any], tyro.conf.Suppress]  # not an option of the command line
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
         self.parts = microbatches(Shape(**config.shape), dp_rank, dp_world_size)
@@ -187,4 +191,6 @@ def trainer_config(asked: dict[str, Any], *, steps: int = 1_000_000_000) -> CPUT
         checkpoint=CheckpointManager.Config(enable=False),
         activation_checkpoint=None,
         metrics=MetricsProcessor.Config(log_freq=1, disable_color_printing=True),
+        comm=CommConfig(trace_buf_size=0),
+        debug=DebugConfig(enable_structured_logging=False),
     )

@@ -11,6 +11,9 @@ from bench.serve import options, prepare, serve
 def main() -> None:
     asked = options()
     prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    from torchtitan.observability import structured_logger  # after torchtitan_setup, which names the device
+
+    structured_logger.init_structured_logger("training", "", enable=False)
     trainer = trainer_config(asked).build()
     batches = trainer.batch_generator(trainer.dataloader)
     losses: list[float] = []
