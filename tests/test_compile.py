@@ -94,8 +94,8 @@ def losses_and_lines(folder: Path, name: str, *, compile: bool) -> tuple[list[fl
 
 
 def test_forked_ranks_compile_say_so_and_have_the_losses_of_those_that_do_not(tmp_path: Path) -> None:
-    compiled, lines = losses_and_lines(tmp_path, "compiled", compile=True)
-    eager, none = losses_and_lines(tmp_path, "eager", compile=False)
+    compiled, lines = losses_and_lines(tmp_path, "first", compile=True)
+    eager, none = losses_and_lines(tmp_path, "second", compile=False)
     assert compiled == pytest.approx(eager, rel=1e-5)
     assert len(compiled) == 3
     assert not none
