@@ -52,7 +52,7 @@ def write_input(folder, kind, texts=TEXTS):
     elif kind == "jsonl.zst":
         import zstandard
 
-        path.write_bytes(zstandard.compress(lines))
+        path.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(lines))
     elif kind == "parquet":
         import pyarrow
         from pyarrow import parquet
@@ -239,11 +239,34 @@ def test_bad_input_is_named_with_its_byte_and_leaves_no_shard(tmp_path, tokenize
     assert not [name for name in os.listdir(tmp_path / "out") if ".ds" in name]
 
 
-def test_a_truncated_gzip_is_named(tmp_path, tokenizer):
-    path = Path(write_input(tmp_path, "jsonl.gz"))
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ConfigError, match=r"texts.jsonl.gz \(\d+ bytes\) is truncated"):
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+@pytest.mark.parametrize("how", ["a byte short", "half", "damaged", "not compressed"])
+def test_a_compressed_file_that_is_cut_or_damaged_is_named_and_never_read_in_part(tmp_path, tokenizer, kind, how):
+    path = Path(write_input(tmp_path, f"jsonl.{kind}", ["\n" * 10] * 500 + TEXTS))
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(
+        {
+            "a byte short": whole[:-1],
+            "half": whole[:middle],
+            "damaged": whole[:middle] + bytes(40) + whole[middle + 40 :],
+            "not compressed": b'{"text": "a"}\n',
+        }[how]
+    )
+    named = rf"texts.jsonl.{kind} \(\d+ bytes\) is truncated or not (gzip|zstandard)"
+    if how == "damaged":  # a line may show it before the checksum does
+        named += rf"|texts.jsonl.{kind}: line \d+ \(byte \d+\) is not JSON"
+    with pytest.raises(ConfigError, match=named):
         tokenize(Job([str(path)], str(tmp_path / "out"), tokenizer=tokenizer))
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_every_part_of_a_file_compressed_in_parts_is_read(tmp_path, tokenizer, kind):
+    parts = [Path(write_input(tmp_path / name, f"jsonl.{kind}", texts)) for name, texts in
+             (("a", TEXTS[:100]), ("b", TEXTS[100:]))]  # fmt: skip
+    (tmp_path / f"both.jsonl.{kind}").write_bytes(parts[0].read_bytes() + parts[1].read_bytes())
+    tokenize(Job([str(tmp_path / f"both.jsonl.{kind}")], str(tmp_path / "out"), tokenizer=tokenizer))
+    assert decoded(str(tmp_path / "out")) == TEXTS
 
 
 def test_a_tokenizer_without_an_end_token_needs_a_decision(tmp_path, tokenizer):

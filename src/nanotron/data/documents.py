@@ -7,20 +7,17 @@ file, a range of rows of a data set, or a whole file that cannot be cut.
 from __future__ import annotations
 
 import glob
-import gzip
-import io
 import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from nanotron.data.compressed import COMPRESSED_SUFFIXES, open_decompressed
 from nanotron.errors import ConfigError
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".py")
 LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
-COMPRESSED_SUFFIXES = (".gz", ".zst")
 ROWS_PER_PIECE = 10_000
 CHUNK = 2**20
 CHOOSE_COLUMN = "choose with --column, in a config with text_column_name"
@@ -187,20 +184,20 @@ def place_of(piece: Piece, place: int | None) -> str:
 
 def _line_number(path: str, offset: int) -> int:
     """The number, from 1, of the line that begins at a byte of the file, decompressed."""
-    with _open(path) as file:
+    with open_decompressed(path) as file:
         lengths = [CHUNK] * (offset // CHUNK) + [offset % CHUNK]
         return 1 + sum(file.read(length).count(b"\n") for length in lengths)
 
 
 def _read_text(piece: Piece, column: str) -> Iterator[Text]:
-    with _open(piece.path) as file:
+    with open_decompressed(piece.path) as file:
         yield Text(_decoded(file.read(), piece.path, 0), piece.size, None)
 
 
 def _read_lines(piece: Piece, column: str) -> Iterator[Text]:
     """The lines that begin in [start, stop); the line that straddles `start` belongs to the piece before."""
     compressed = piece.path.endswith(COMPRESSED_SUFFIXES)
-    with _open(piece.path) as file:
+    with open_decompressed(piece.path) as file:
         offset = 0
         if piece.start > 0:
             file.seek(piece.start - 1)
@@ -266,27 +263,6 @@ def _read_hub(piece: Piece, column: str, hub: HubDataset) -> Iterator[Text]:
         rows, first = dataset.select(range(piece.start, piece.stop)), piece.start
     for number, row in enumerate(rows, first):
         yield Text(text_of(row, column, place_of(piece, number)), 1, number)
-
-
-@contextmanager
-def _open(path: str) -> Iterator[IO[bytes]]:
-    try:
-        with _open_decompressed(path) as file:
-            yield file
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path} ({os.path.getsize(path)} bytes) is truncated or not gzip: {error}") from None
-
-
-def _open_decompressed(path: str) -> IO[bytes]:
-    if path.endswith(".gz"):
-        return io.BufferedReader(gzip.open(path, "rb"))
-    if path.endswith(".zst"):
-        try:
-            import zstandard
-        except ImportError:
-            raise ConfigError(f"reading {path} needs zstandard: pip install zstandard") from None
-        return io.BufferedReader(zstandard.open(path, "rb"))
-    return open(path, "rb")
 
 
 def _decoded(content: bytes, path: str, offset: int) -> str:
