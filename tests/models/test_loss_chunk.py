@@ -54,15 +54,15 @@ def test_logits_exist_for_one_chunk_at_a_time():
 def chunked_on_rank(rank: int, world: int, sequence_parallel: bool, loss_chunk: int | None):
     mesh = Mesh(training_axes(dp=1, tp=world, pp=1, num_key_value_heads=2), rank)
     mesh.create_groups()
-    losses, grads, _ = loss_and_grads(mesh, loss_chunk, sequence_parallel=sequence_parallel)
-    return losses, grads
+    return loss_and_grads(mesh, loss_chunk, sequence_parallel=sequence_parallel)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_chunked_loss_equals_the_whole_with_tensor_parallelism(pool, sequence_parallel):
     whole = pool.run(2, chunked_on_rank, sequence_parallel, None)
-    chunked = pool.run(2, chunked_on_rank, sequence_parallel, 5)
-    for (losses, grads), (chunked_losses, chunked_grads) in zip(whole, chunked, strict=True):
+    chunked = pool.run(2, chunked_on_rank, sequence_parallel, 18)
+    for (losses, grads, rows), (chunked_losses, chunked_grads, chunked_rows) in zip(whole, chunked, strict=True):
+        assert (rows, chunked_rows) == (2 * 24, 2 * 18)  # of logits at once, forward and backward
         assert chunked_losses == pytest.approx(losses, rel=1e-12)
         for name, grad in grads.items():
             torch.testing.assert_close(chunked_grads[name], grad, rtol=1e-10, atol=1e-12)
