@@ -132,6 +132,8 @@ def test_one_weight_and_one_mapping_of_arguments_is_needed_for_each_source():
     assert found({**hub, "dataset_weights": [1, 1, 1, 2], "streaming": True}) == []
     (line,) = found({"hf_dataset_or_datasets": []})
     assert line == "hf_dataset_or_datasets: names no data set; name at least one, and a split of it"
+    (line,) = found({"hf_dataset_or_datasets": ["a", "b", "a"]})
+    assert line == "hf_dataset_or_datasets: a is named twice; name it once, and say its share with dataset_weights"
     assert found({"python": [own, own], "arguments": [{"step": 1}]}) == [
         "arguments: has 1 in its list, but the functions of python are 2; give one for each"
     ]

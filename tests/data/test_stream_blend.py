@@ -5,14 +5,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanotron.data.feed import Feed
 from nanotron.data.shuffled_stream import ShuffledStream
-from nanotron.data.stage import StreamStage
 from nanotron.data.stream import EndOfData
 from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
+from nanotron.mesh import Mesh
 from tests.data.fixtures import make_config
 from tests.data.test_stream import EXAMPLES, config_for, global_tokens, stream
 
@@ -155,14 +157,22 @@ def test_streamed_hub_data_sets_are_blended_by_weight_and_resumed(tmp_path, monk
 
 
 def test_positions_of_other_streams_and_rows_among_streams_are_refused():
-    def stage(count, block):
-        sources = [numbers(9) for _ in range(count)]
-        shuffled = [ShuffledStream(source, block, 7, "a", 0) for source in sources] if block else sources
-        return StreamStage("a", shuffled)
-
-    for saved, now in [((2, None), (1, None)), ((2, None), (2, 4)), ((2, 4), (2, None))]:
-        with pytest.raises(ConfigError, match=r"positions of stage 'a' .* put them and data.shuffle_block back, or"):
-            stage(*now).load_state_dict(stage(*saved).state_dict())
+    one = {"python": THREE["python"][:1], "arguments": {"step": 1}}
+    saved = {
+        (name, block): global_tokens(config_for(dataset, shuffle_block=block), 1)[1]
+        for name, dataset in (("one", one), ("three", THREE))
+        for block in (None, 4)
+    }
+    for held, (dataset, block) in [
+        (("three", None), (one, None)),
+        (("one", None), (one, 4)),
+        (("one", 4), (one, None)),
+    ]:
+        config, state = config_for(dataset, shuffle_block=block), saved[held]
+        for rank in (0, 1):  # the second rank of a pipeline reads no stream, and refuses with the first
+            mesh, position = Mesh({"pp": 2}, rank), {"consumed": state["consumed"], "streams": state["streams"]}
+            with pytest.raises(ConfigError, match=r"positions of stage 'a' .* put them and data.shuffle_block back"):
+                Feed(config, mesh, device=torch.device("cpu"), **position)
     rows = {"python": [f"{EXAMPLES}:counting", f"{EXAMPLES}:Squares"], "arguments": [{}, {"sequence_length": 8}]}
     with pytest.raises(ConfigError, match=r"custom_data.py:Squares gives rows by number and others .* are streams"):
         global_tokens(config_for(rows), 1)

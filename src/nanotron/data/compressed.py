@@ -39,7 +39,7 @@ def _open(path: str) -> IO[bytes]:
 
 
 class _ZstandardFile(io.RawIOBase):
-    """All frames of a .zst file. zstandard's own reader ends after the first, and within a truncated one, silently."""
+    """All frames of a .zst file. zstandard's own reader ends silently where a file was cut within a frame."""
 
     def __init__(self, path: str) -> None:
         try:

@@ -111,8 +111,10 @@ class Feed:
                 "begin the stage under another name, or train on tokenized files"
             )
         assert self._replica is not None
-        if position and self._replica.is_reader:
-            stage.load_state_dict(position)
+        if position:
+            stage.check_positions(position)
+            if self._replica.is_reader:
+                stage.load_state_dict(position)
 
     @property
     def consumed_tokens(self) -> int:

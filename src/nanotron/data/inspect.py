@@ -60,7 +60,8 @@ def _histogram(files: Sequence[IndexedFile]) -> Iterator[str]:
     lengths, sampled = _lengths(files)
     first, count = first_empty_document(files), np.count_nonzero(lengths == 0)
     if first or count:
-        yield f"notice      {count:,} of {len(lengths):,} documents have no tokens" + (f"; {first}" if first else "")
+        of = f"{len(lengths):,} documents" + (" looked at" if sampled else "")
+        yield f"notice      {count:,} of {of} have no tokens" + (f"; {first}" if first else "")
     yield (
         f"lengths     {human_format(lengths.min())} … {human_format(lengths.max())} tokens, "
         f"mean {human_format(lengths.mean())}, median {human_format(float(np.median(lengths)))}"

@@ -120,6 +120,11 @@ def _dataset_problems(dataset: AnyDataset | None, sequence_length: int) -> Itera
         count = sum(1 for _ in hub_datasets(dataset))
         if count == 0:
             yield ("hf_dataset_or_datasets",), "names no data set; name at least one, and a split of it"
+        names = dataset.hf_dataset_or_datasets
+        if isinstance(names, list) and len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            text = f"{twice} is named twice; name it once, and say its share with dataset_weights"
+            yield ("hf_dataset_or_datasets",), text
         if find_spec("datasets") is None:
             yield ("hf_dataset_or_datasets",), "reading Hugging Face data sets needs a package: pip install datasets"
         yield from _list_problems(dataset, "dataset_weights", count, "the data sets (names × splits) are")

@@ -101,7 +101,13 @@ class StreamStage:
         return {"next_sample": self._next_sample, "sources": [source.state_dict() for source in self.sources]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to the positions that state_dict gave; raises ConfigError where they are of other streams."""
+        """Go to the positions that state_dict gave."""
+        self._next_sample = state["next_sample"]
+        for source, position in zip(self.sources, state["sources"], strict=True):
+            source.load_state_dict(position)
+
+    def check_positions(self, state: dict[str, Any]) -> None:
+        """Raise ConfigError where a result of state_dict is of other streams; on every rank, reader or not."""
         positions = state["sources"]
         if [set(source.state_dict()) for source in self.sources] != [set(position) for position in positions]:
             raise ConfigError(
@@ -109,9 +115,6 @@ class StreamStage:
                 "and do not fit those that the config names now; put them and data.shuffle_block back, or begin the "
                 "stage under another name"
             )
-        self._next_sample = state["next_sample"]
-        for source, position in zip(self.sources, positions, strict=True):
-            source.load_state_dict(position)
 
     def taken(self, num_samples: int) -> list[int]:
         """How many of the first `num_samples` samples each source gave."""
