@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -108,13 +109,14 @@ def watch(starter: Starter, steps: int) -> Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
+        limit = threading.Timer(LIMIT_S, kill, [process])
+        limit.start()
         try:
             return _follow(process, starter, steps, start)
         finally:
-            with suppress(ProcessLookupError):  # nobody is left
-                os.killpg(process.pid, signal.SIGKILL)
+            limit.cancel()
+            kill(process)
 
 
 def _follow(process: subprocess.Popen[str], starter: Starter, steps: int, start: float) -> Run:
@@ -126,30 +128,46 @@ def _follow(process: subprocess.Popen[str], starter: Starter, steps: int, start:
         if found and first_step_s is None:
             first_step_s = perf_counter() - start
         if found and not ranks and int(found[1]) >= steps // 2:
-            ranks = [proportional_set_size(rank) for rank in ranks_below(process.pid)]
-            parent = proportional_set_size(process.pid)
-    code = process.wait(LIMIT_S)
+            with suppress(OSError):  # it is ending
+                ranks = [proportional_set_size(rank) for rank in ranks_below(process.pid)]
+                parent = proportional_set_size(process.pid)
+    code = process.wait()
     if code or first_step_s is None or len(ranks) != RANKS:
         seen = f"{starter.name}: exit code {code}, {len(ranks)} ranks seen"
         raise Failed(f"{seen}\n{''.join(said[-20:])}")
     return Run(first_step_s, perf_counter() - start, ranks, parent)
 
 
+def kill(process: subprocess.Popen[str]) -> None:
+    """End what is left of a run; torchrun's ranks are in sessions of their own."""
+    if process.poll() is None:
+        for each in [*descendants(process.pid), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
+        process.wait()
+
+
 def ranks_below(parent: int) -> list[int]:
     """The process ids of the ranks that a launcher has started: its descendants that have torch loaded."""
+    found = []
+    for process in descendants(parent):
+        with suppress(OSError):  # it has ended meanwhile
+            if "libtorch_cpu" in Path(f"/proc/{process}/maps").read_text():
+                found.append(process)
+    return found
+
+
+def descendants(parent: int) -> list[int]:
+    """The process ids of what a process has started, and of what those have."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
             status = (folder / "stat").read_text()
             children.setdefault(int(status.rpartition(")")[2].split()[1]), []).append(int(folder.name))
-    found, left = list[int](), list(children.get(parent, []))
-    while left:
-        process = left.pop()
-        left += children.get(process, [])
-        with suppress(OSError):
-            if "libtorch_cpu" in Path(f"/proc/{process}/maps").read_text():
-                found.append(process)
-    return sorted(found)
+    found = list(children.get(parent, []))
+    for process in found:  # which grows
+        found += children.get(process, [])
+    return found
 
 
 def proportional_set_size(process: int) -> int:
@@ -186,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # a run is ended on the way out
     facts = machine_facts([None, "torchtitan"])
     print("\n".join(describe(facts)), flush=True)
     if not DATA.exists():

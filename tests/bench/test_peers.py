@@ -1,0 +1,119 @@
+"""The peers on several processes do the same work as ours, cut in the same way; and how first steps are watched."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from bench.contenders import SUBJECTS, Contender, Subject
+from bench.first_step import (
+    STARTERS,
+    Failed,
+    Run,
+    Starter,
+    descendants,
+    proportional_set_size,
+    ranks_below,
+    table,
+    watch,
+)
+from bench.ours import config_of
+from bench.peers.pipelining import layers_of_stages
+from bench.runner import Running
+from bench.shapes import SHAPES
+from nanotron.layout import layers_of_stages as our_layers_of_stages
+from nanotron.metrics.record import step_line
+
+
+@pytest.mark.parametrize("shape", ["reference", "wide", "long"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_the_peers_pipeline_is_cut_as_ours(schedule: str, shape: str) -> None:
+    asked = {"shape": asdict(SHAPES[shape]), "dtype": "float32", "layout": {"pp": 2, "pp_engine": schedule}}
+    ours = [hi - lo for lo, hi in our_layers_of_stages(config_of(asked))]
+    assert layers_of_stages(SHAPES[shape], schedule, 2) == ours
+
+
+def losses(contender: Contender, folder: Path) -> list[float]:
+    """Of four steps on two processes, with what this interpreter has installed."""
+    running = Running(replace(contender, environment=None), Subject("", [], world=2), SHAPES["tiny"], folder)
+    try:
+        running.wait_ready()
+        return running.make_steps(4)["losses"]
+    finally:
+        running.close()
+
+
+def as_shipped(subject: str, word: str) -> list[Contender]:
+    """The subject's contenders of such a name, without their doubles."""
+    found = [one for one in SUBJECTS[subject].contenders if one.name.startswith(word) and not one.batch_policy]
+    assert len(found) > 1
+    return found
+
+
+def test_dtensor_trains_the_same_however_it_cuts_the_stream_and_the_logits(tmp_path: Path) -> None:
+    first, *others = [losses(one, tmp_path) for one in as_shipped("tp2", "DTensor")]
+    assert first[0] == pytest.approx(4.852, abs=0.1)  # ln 128
+    assert first == sorted(first, reverse=True)  # the same tokens at every step
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-5)
+
+
+def test_both_pipelines_start_untrained_and_learn(tmp_path: Path) -> None:
+    for one in as_shipped("pp2", "Schedule"):
+        found = losses(one, tmp_path)
+        assert found[0] == pytest.approx(4.852, abs=0.1), one.name
+        assert found == sorted(found, reverse=True), one.name
+        assert found[3] < found[0] - 0.05, one.name
+
+
+def test_ranks_are_the_descendants_that_have_torch_loaded() -> None:
+    rank = "import torch, sys; print('loaded', flush=True); sys.stdin.read()"
+    launcher = (
+        "import subprocess, sys\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "subprocess.run([sys.executable, '-c', sys.argv[1]])\n"
+        "other.kill()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", launcher, rank], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "loaded\n"
+        ranks = ranks_below(process.pid)
+        assert len(descendants(process.pid)) == 2
+        assert len(ranks) == 1
+        resident = int(Path(f"/proc/{ranks[0]}/statm").read_text().split()[1]) * 4096
+        assert 10e6 < proportional_set_size(ranks[0]) < 1.1 * resident
+    finally:
+        process.stdin.close()
+        process.wait(30)
+
+
+def test_a_run_that_fails_is_reported_with_its_last_lines() -> None:
+    script = "print('step 1', flush=True); raise SystemExit('out of luck')"
+    with pytest.raises(Failed, match=r"broken: exit code 1, 0 ranks seen(\n.*)*out of luck"):
+        watch(Starter("broken", lambda steps, folder: [sys.executable, "-c", script], r"step (\d+)"), 2)
+
+
+def test_the_lines_of_a_step_are_known() -> None:
+    rates = ("consumed_tokens", "time_per_iteration_ms", "tokens_per_sec", "tokens_per_sec_per_device")
+    row = dict.fromkeys((*rates, "lm_loss", "model_tflops_per_device", "memory_gib"), 1.0) | {"step": 12}
+    ours = step_line(row, train_steps=20, batch_tokens=1, eta=1.0)
+    torchtitan = "[titan] 2026-01-01 00:00:00,000 - root - INFO - step: 12  loss:  8.31777  grad_norm:  0.5  memory: 0"
+    for starter, line in zip(STARTERS, (ours, ours, torchtitan), strict=True):
+        found = re.search(starter.step, line)
+        assert found is not None, starter.name
+        assert found[1] == "12"
+
+
+def test_the_table_of_first_steps_has_medians_over_runs_and_the_mean_and_the_largest_of_the_ranks() -> None:
+    runs = [Run(seconds, 2 * seconds, [100_000_000, 300_000_000], 50_000_000) for seconds in (1.0, 2.0, 4.0)]
+    _, line = table({"ours": runs})
+    assert line.split() == ["ours", "2.0", "1.5", "–", "3.0", "4.0", "200", "300", "50"]
