@@ -10,6 +10,9 @@ Token ids come with no tokenizer that could tell their number: set `model.model_
 
 Give either kind. A *stream* is read in order, once per replica, and its position is saved with every checkpoint. *Rows*
 can be asked for by number, so they are shuffled anew every epoch and cost nothing to resume.
+
+Several of one kind are blended: `{python: [a.py:one, b.py:two], arguments: [{}, {}], dataset_weights: [3, 1]}`.
+`data.shuffle_block: 1000` shuffles streams too, within blocks of 1000 samples of each.
 """
 
 from __future__ import annotations

@@ -170,6 +170,24 @@ def test_a_function_that_is_not_there_is_named(reference, message):
         global_tokens(config_for({"python": reference}), 1)
 
 
+@pytest.mark.parametrize(
+    ("code", "arguments", "message"),
+    [
+        ("def f(): yield {'a': 1}", {}, r"own.py:f: document 0 is \"{'a': 1}\"; a text or a sequence of token ids"),
+        ("def f(): yield [1, 2]; yield [1.5]", {}, r"own.py:f: document 1 is '\[1.5\]'; a text or a sequence of"),
+        ("def f(): yield None", {}, r"own.py:f: document 0 is 'None'"),
+        ("def f(): yield [[1], [2, 3]]", {}, r"own.py:f: document 0 is '\[\[1\], \[2, 3\]\]'"),
+        ("def f(): return [[1, 2]] * 9", {}, r"own.py:f: row \d has 2 token ids; sequence_length \+ 1 = 9 are needed"),
+        ("def f(): return 5", {}, r"python: .*own.py:f returns int; an iterable of documents, or an object with"),
+        ("def f(n): yield [n]", {"m": 1}, r"own.py:f missing a required argument: 'n'; dataset.arguments gives it {'m"),
+    ],
+)
+def test_data_of_the_wrong_kind_is_the_users_mistake(tmp_path, code, arguments, message):
+    (tmp_path / "own.py").write_text(code)
+    with pytest.raises(ConfigError, match=message):
+        global_tokens(config_for({"python": f"{tmp_path}/own.py:f", "arguments": arguments}), 1)
+
+
 def read_in_replica(rank, world, axes, documents):
     """This rank's rows of two steps, how many documents it read, and whether the data's end came to it."""
     config = config_for({"python": f"{EXAMPLES}:counting", "arguments": {"documents": documents}}, dp=2, repeat=False)

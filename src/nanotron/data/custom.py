@@ -13,16 +13,15 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nanotron.config import CustomDatasetArgs
-from nanotron.data.windows import Window
+from nanotron.data.windows import Window, token_array
 from nanotron.errors import ConfigError
 
 
@@ -56,6 +55,23 @@ def load_function(reference: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"python: {place} has no function {name!r}")
     return function  # type: ignore[no-any-return]
+
+
+def call_function(reference: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What the function returns; arguments that do not fit it, or no data, are the user's mistake."""
+    try:
+        signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"python: {reference} {error}; dataset.arguments gives it {dict(arguments)}") from None
+    except ValueError:
+        pass  # written in C, without a signature: the call itself tells
+    data = function(**arguments)
+    if not is_indexed(data) and not isinstance(data, Iterable):
+        raise ConfigError(
+            f"python: {reference} returns {type(data).__name__}; an iterable of documents, or an object with __len__ "
+            "and __getitem__, is needed"
+        )
+    return data
 
 
 def reference_problem(reference: str) -> str | None:
@@ -143,16 +159,11 @@ class CustomRows:
 
     def window(self, index: int) -> Window:
         """Row number `index`, checked for its length and its token ids."""
-        tokens = np.array(self._rows[index], dtype=np.int64)
+        tokens = token_array(self._rows[index], f"{self.name}: row {index}", self._vocab_size)
         if tokens.shape != (self._sequence_length + 1,):
             raise ConfigError(
-                f"{self.name}: row {index} has shape {tokens.shape}; sequence_length + 1 = "
-                f"{self._sequence_length + 1} token ids are needed"
-            )
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
-            raise ConfigError(
-                f"{self.name}: row {index} has token ids from {tokens.min()} to {tokens.max()}; 0 to "
-                f"{self._vocab_size - 1} (vocab_size) are legal"
+                f"{self.name}: row {index} has {len(tokens)} token ids; sequence_length + 1 = "
+                f"{self._sequence_length + 1} are needed"
             )
         return Window(tokens, starts=None)
 

@@ -17,7 +17,7 @@ from nanotron.config import (
     SFTDatasetsArgs,
 )
 from nanotron.data.corpus import prepare_corpus
-from nanotron.data.custom import CustomRows, custom_functions, is_indexed, load_function
+from nanotron.data.custom import CustomRows, call_function, custom_functions, is_indexed, load_function
 from nanotron.data.documents import HubDataset, open_hub_dataset, text_of
 from nanotron.data.dummy import DummySource
 from nanotron.data.hub_names import hub_datasets
@@ -145,7 +145,7 @@ def _open_custom(
     vocab_size: int,
 ) -> IndexedSource | DocumentStream:
     function = load_function(reference)
-    data = function(**arguments)
+    data = call_function(reference, function, arguments)
     if is_indexed(data):
         return CustomRows(reference, data, sequence_length, vocab_size=vocab_size)
     encode_text = TextEncoder(config)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from nanotron.data.windows import Window, join
+from nanotron.data.windows import Window, join, token_array
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 
@@ -137,15 +137,11 @@ class DocumentStream:
             self._end_epoch()
             return
         self._number += 1
-        tokens = np.array(self._encode(document), dtype=np.int64)
+        where = f"{self.name}: document {self._number - 1}"
+        tokens = token_array(self._encode(document), where, self._vocab_size)
         if tokens.size == 0:
             self._name_empty()
             return
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
-            raise ConfigError(
-                f"{self.name}: document {self._number - 1} has token ids from {tokens.min()} to {tokens.max()}; "
-                f"0 to {self._vocab_size - 1} (vocab_size) are legal. It begins {tokens[:8].tolist()}"
-            )
         self._epoch_is_empty = False
         used = self._offset if not self._pending else 0  # more than 0 where a run resumes within a document
         self._pending.append((state, tokens))
