@@ -1,0 +1,166 @@
+"""`python -m bench.gpu`: MFU on one accelerator, ours as written and compiled beside transformers; ends in 10 minutes.
+
+bfloat16, sequences of 4,096 tokens, Llamas of about 0.3 and 1.3 billion parameters, all contenders alternating in one
+process. The goal is an MFU of at least 50 % for ours. Without an accelerator it says so and ends with exit code 2;
+`--dry-run` goes through the same lines on a CPU with a tiny model, and its figures mean nothing.
+
+Nobody has run it on a GPU yet. torchtitan is not among the contenders: bench/peers/torchtitan_setup.py is for CPUs.
+The contenders of a size are in memory together: for 1.3 billion parameters that takes about 100 GB, and who finds no
+memory is left out with a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from bench.ours import config_of
+from bench.report import flops_per_token
+from bench.shapes import SHAPES, Shape
+from bench.work import microbatches
+from nanotron.batch import Batch
+from nanotron.mesh import Mesh
+from nanotron.metrics.devices import Device, find_device, known_devices
+from nanotron.step import Training
+
+NO_ACCELERATOR = 2  # exit code
+LIMIT_S = 540.0  # after which no further round begins
+WARM_UP, ROUNDS, STEPS = 3, 8, 3  # steps before the first round; rounds; steps of a contender's turn
+BATCH: dict[str, int] = {"vocab_size": 32_000, "sequence_length": 4096, "micro_batch_size": 2, "num_microbatches": 4}
+SIZES = {
+    "0.3B": Shape(1024, 2816, 18, 16, 16, **BATCH),
+    "1.3B": Shape(2048, 5376, 24, 16, 16, **BATCH),
+}
+Step = Callable[[], float]
+
+
+class Row(NamedTuple):
+    """One contender's figures at one size."""
+
+    size: str
+    contender: str
+    tokens_per_second: float
+    slowest: float
+    fastest: float
+    mfu: float | None
+    """None when the device's peak is not known."""
+
+
+def ours(shape: Shape, device: torch.device, *, compiled: bool) -> Step:
+    """The trainer's own step, its control word read."""
+    config = config_of({"shape": asdict(shape), "dtype": "bfloat16", "config": {"model.compile": compiled}})
+    training = Training(config, Mesh(), device)
+    training.initialize()
+    positions = torch.arange(shape.sequence_length, device=device).expand(shape.micro_batch_size, -1)
+    batches = [Batch(tokens.to(device), labels.to(device), positions) for tokens, labels in microbatches(shape)]
+    update = 0
+
+    def step() -> float:
+        nonlocal update
+        update += 1
+        return training.step(update, batches).read().lm_loss
+
+    return step
+
+
+def hugging_face(shape: Shape, device: torch.device, *, compiled: bool) -> Step:
+    """transformers with float32 weights under autocast, as its Trainer does bf16."""
+    from bench.peers.hugging_face import build
+    from bench.peers.loop import training_step
+
+    model = build(shape).to(device)
+    forward = torch.compile(model) if compiled else model
+    batches = [(tokens.to(device), labels.to(device)) for tokens, labels in microbatches(shape)]
+    return training_step(
+        lambda tokens, labels: forward(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss,
+        model.parameters(),
+        batches,
+        around_forward=torch.autocast(device.type, torch.bfloat16),
+    )
+
+
+CONTENDERS: dict[str, Callable[[Shape, torch.device], Step]] = {
+    "ours": lambda shape, device: ours(shape, device, compiled=False),
+    "ours, compile": lambda shape, device: ours(shape, device, compiled=True),
+    "transformers": lambda shape, device: hugging_face(shape, device, compiled=False),
+    "transformers, compile": lambda shape, device: hugging_face(shape, device, compiled=True),
+}
+
+
+def compare(size: str, shape: Shape, device: torch.device, kind: Device | None, end: float, rounds: int) -> list[Row]:
+    """Alternate all contenders at one size; none begins a round after ``end``, a moment of `time.perf_counter`."""
+    steps: dict[str, Step] = {}
+    for name, build in CONTENDERS.items():
+        try:
+            steps[name] = build(shape, device)
+            for _ in range(WARM_UP):
+                steps[name]()
+        except (torch.OutOfMemoryError, ImportError) as error:
+            steps.pop(name, None)
+            print(f"{size} {name}: left out, {str(error).splitlines()[0]}", file=sys.stderr)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        if all(seconds.values()) and time.perf_counter() > end:
+            break
+        for name, step in steps.items():
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()  # reads a number at its end, so the device has finished
+            seconds[name].append((time.perf_counter() - start) / STEPS)
+    return [_row(size, name, shape, found, kind) for name, found in seconds.items()]
+
+
+def _row(size: str, name: str, shape: Shape, seconds: list[float], kind: Device | None) -> Row:
+    tokens, peak = shape.tokens_per_step, kind.peak_flops.get("bfloat16") if kind else None
+    rate = tokens / median(seconds)
+    mfu = rate * flops_per_token(shape) / peak if peak else None
+    return Row(size, name, rate, tokens / max(seconds), tokens / min(seconds), mfu)
+
+
+def table(rows: list[Row]) -> str:
+    """One line for each contender and size."""
+    lines = [f"{'size':<6}{'contender':<24}{'tokens/s':>12}{'slowest':>12}{'fastest':>12}{'MFU':>8}"]
+    for row in rows:
+        mfu = "" if row.mfu is None else f"{row.mfu:.1%}"
+        rates = f"{row.tokens_per_second:>12,.0f}{row.slowest:>12,.0f}{row.fastest:>12,.0f}"
+        lines.append(f"{row.size:<6}{row.contender:<24}{rates}{mfu:>8}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="MFU on one accelerator.")
+    parser.add_argument("--size", choices=SIZES, action="append", help="only this one; may be repeated")
+    parser.add_argument("--dry-run", action="store_true", help="a tiny model on the CPU: shows that the script runs")
+    asked = parser.parse_args(arguments)
+    if not (asked.dry_run or torch.accelerator.is_available()):
+        print("bench.gpu: this machine has no accelerator; --dry-run shows on a CPU that it runs", file=sys.stderr)
+        return NO_ACCELERATOR
+    device, kind, name = torch.device("cpu"), known_devices().get("cpu"), "cpu"
+    sizes, rounds = {"tiny": SHAPES["tiny"]}, 1
+    if not asked.dry_run:
+        device = torch.device(torch.accelerator.current_accelerator() or "cpu", 0)
+        name = str(torch.get_device_module(device).get_device_name(device))
+        kind = find_device(name)
+        sizes, rounds = {size: SIZES[size] for size in asked.size or SIZES}, ROUNDS
+    rows, start = [], time.perf_counter()
+    for index, (size, shape) in enumerate(sizes.items(), 1):
+        rows += compare(size, shape, device, kind, start + LIMIT_S * index / len(sizes), rounds)
+    print(f"{name}, torch {torch.__version__}", table(rows), sep="\n")
+    print(json.dumps(_plain(name, rows)))
+    return 0
+
+
+def _plain(name: str, rows: list[Row]) -> dict[str, Any]:
+    return {"device": name, "torch": str(torch.__version__), "rows": [row._asdict() for row in rows]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
