@@ -147,7 +147,7 @@ def named_cases() -> list[Case]:
         ),
         Case(tp=2, pp=2, schedule="zb_h1", overlap=True, recompute_layer=True),
         Case(tp=2, compile=True),
-        Case(tp=2, tp_mode="REDUCE_SCATTER", compile=True, recompute_layer=True, documents=True),
+        Case(tp=2, tp_mode="REDUCE_SCATTER", compile=True, overlap=True, recompute_layer=True, documents=True),
         Case(dp=2, pp=2, schedule="zb_h1", compile=True, zero_stage=1),
         Case(dp=2, compile=True, loss_chunk=7, z_loss=True, family="qwen3", zero_stage=1, dtype="float64"),
         Case(tp=4, family="qwen3", tp_mode="REDUCE_SCATTER", tied=True),
