@@ -176,14 +176,30 @@ def test_the_template_renders_as_transformers_does(tokenizer):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"text": ["a"]}, "row 0 has the columns 'text'; an SFT data set has either 'messages' or"),
-        ({"prompt": ["a"], "completion": [None]}, "row 0 has the columns 'prompt', 'completion'"),
+        ({"text": ["a"]}, "saved: row 0 has the columns 'text'; an SFT data set has either 'messages' or"),
+        ({"prompt": ["a"], "completion": [None]}, "saved: row 0 has the columns 'prompt', 'completion'"),
     ],
 )
 def test_a_data_set_that_is_not_sft_is_refused(tokenizer, columns, message):
     config = config_for(tokenizer, {"hf_dataset_or_datasets": save(columns), "sft_dataloader": True})
     with pytest.raises(ConfigError, match=message):
         prepare_data(config)
+
+
+def test_a_conversation_that_the_template_cannot_write_is_named_by_its_row(tokenizer):
+    said = {"role": "assistant", "content": "hello"}
+    silent = {"role": "assistant", "content": None}
+    for template, reason in [
+        ("{{ message.content.strip() }}", "the chat template fails on these messages: 'None' has no attribute"),
+        ("{{ '<' + message.content }}", "the chat template fails on these messages: can only concatenate str"),
+        ("{{ message.content or raise_exception('no') }}", "the chat template refuses the conv.*: no"),
+    ]:
+        path = Path(tokenizer, "tokenizer_config.json")
+        template = f"{{% for message in messages %}}{template}{{% endfor %}}"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+        dataset = {"hf_dataset_or_datasets": save({"messages": [[said], [silent]]}), "sft_dataloader": True}
+        with pytest.raises(ConfigError, match=f"saved: row 1: {reason}"):
+            prepare_data(config_for(tokenizer, dataset))
 
 
 def test_examples_without_anything_to_learn_are_left_out_and_the_first_is_named(tokenizer, caplog):

@@ -67,7 +67,13 @@ class ChatTemplate:
         tokens = {name: self._config.get(name) for name in names}
         tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
         special = {name: token for name, token in tokens.items() if token is not None}
-        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **special)
+        template = self._template
+        from jinja2 import TemplateError
+
+        try:
+            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **special)
+        except (TemplateError, TypeError) as error:
+            raise ConfigError(f"the chat template fails on these messages: {error}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the ranges of characters that the assistant is to learn.

@@ -106,7 +106,7 @@ def prepare_sft_dataset(
                 rows = open_hub_dataset(name, hub)
                 count = int(len(rows) * hub.fraction)
                 rows = rows.select(range(min(count, dataset.debug_max_samples or count)))
-                if left_out := write_examples(rows, path, tokenizer):
+                if left_out := write_examples(name, rows, path, tokenizer):
                     number, total = len(left_out), len(rows)
                     logger.warning(
                         f"{name}: left out {number} of {total} examples, which have no text to learn; "

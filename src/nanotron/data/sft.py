@@ -37,16 +37,16 @@ class Example(NamedTuple):
     learned: list[tuple[int, int]]
 
 
-def write_examples(rows: Iterable[Mapping[str, Any]], path: str, tokenizer_name: str) -> list[int]:
-    """Tokenize rows of a data set into the Nanoset file `path` with its `.loss`; it appears whole or not at all.
+def write_examples(name: str, rows: Iterable[Mapping[str, Any]], path: str, tokenizer_name: str) -> list[int]:
+    """Tokenize rows of the data set `name` into the Nanoset file `path` with its `.loss`.
 
-    Returns the numbers of the rows that are left out: none of their tokens is a target.
+    It appears whole or not at all. Returns the numbers of the rows that are left out: none of their tokens is a target.
     """
     left_out: list[int] = []
     tokenizer = load_tokenizer(tokenizer_name)
     template = ChatTemplate(tokenizer_name)
     end = end_of_document_token(tokenizer_name)
-    examples = (_example(row, template, end, number) for number, row in enumerate(rows))
+    examples = (_example(row, template, end, f"{name}: row {number}") for number, row in enumerate(rows))
     first = 0
     with NanosetWriter(path, tokenizer=tokenizer_name, token_bytes=token_bytes_for(vocab_size(tokenizer))) as writer:
         for batch in _batches(examples):
@@ -67,12 +67,15 @@ def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
         yield batch
 
 
-def _example(row: Mapping[str, Any], template: ChatTemplate, end: str | None, number: int) -> Example:
+def _example(row: Mapping[str, Any], template: ChatTemplate, end: str | None, where: str) -> Example:
     if row.get("messages") is not None:
-        return Example(*template.render(row["messages"]))
+        try:
+            return Example(*template.render(row["messages"]))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     if not isinstance(row.get("prompt"), str) or not isinstance(row.get("completion"), str):
         raise ConfigError(
-            f"row {number} has the columns {', '.join(map(repr, row))}; an SFT data set has either 'messages' or the "
+            f"{where} has the columns {', '.join(map(repr, row))}; an SFT data set has either 'messages' or the "
             "texts 'prompt' and 'completion'"
         )
     text = row["prompt"] + row["completion"] + (end or "")
