@@ -53,7 +53,7 @@ def test_no_more_documents_are_looked_at_than_is_cheap_and_no_file_after_them_is
 def read_all(folder, caplog):
     """Tokens and starts of every window of 4 tokens, and the lines that reading them logged."""
     windows = TokenWindows("x", open_token_files(str(folder)), 4)
-    with caplog.at_level("WARNING", logger="nanotron"):
+    with caplog.at_level("INFO", logger="nanotron"):
         found = [
             (window.tokens.tolist(), window.starts.tolist()) for window in map(windows.window, range(len(windows)))
         ]

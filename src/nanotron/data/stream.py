@@ -150,7 +150,7 @@ class DocumentStream:
     def _name_empty(self) -> None:
         if not self._named_empty:
             self._named_empty = True
-            logger.warning(f"{self.name}: document {self._number - 1} has no tokens; empty documents are skipped")
+            logger.info(f"{self.name}: document {self._number - 1} has no tokens; empty documents are skipped")
 
     def _end_epoch(self) -> None:
         if self._epoch_is_empty:

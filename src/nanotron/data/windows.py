@@ -160,11 +160,14 @@ class TokenWindows:
         return Window(tokens, starts, file.targets(first, last))
 
     def _name_empty(self, file: TokenFile) -> None:
-        """Say once that a document without tokens was met, unless the check of the run has named one."""
+        """Say once that a document without tokens was met, unless the check of the run has named one.
+
+        At the level of information, which rank 0 alone prints.
+        """
         if isinstance(file, IndexedFile) and file.met_empty is not None:
             self._named_empty = True
             if first_empty_document(self._files) is None:
-                logger.warning(f"{file.document_place(file.met_empty)} {IS_EMPTY}")
+                logger.info(f"{file.document_place(file.met_empty)} {IS_EMPTY}")
 
     def _read(self, file: TokenFile, first: int, last: int) -> npt.NDArray[np.int64]:
         tokens = file.read(first, last)
