@@ -52,7 +52,7 @@ from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
-from torchtitan.components.optimizer import default_adamw  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.models import llama3  # noqa: E402
@@ -170,6 +170,7 @@ def trainer_config(asked: dict[str, Any], *, steps: int = 1_000_000_000) -> CPUT
         tokenizer=NoTokenizer.Config(),
         dataloader=SameTokens.Config(shape=dataclasses.asdict(shape)),
         optimizer=default_adamw(LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0),
         training=TrainingConfig(
             local_batch_size=rows // layout["dp"] if layout["pp"] > 1 else shape.micro_batch_size,
             global_batch_size=rows,
