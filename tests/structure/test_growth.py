@@ -28,6 +28,15 @@ SAMPLED = (200, 400, 1000)
 PAGES = 1 << 20  # bytes by which the resident set may differ: the allocator's, not the run's
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """More only get in each other's way at these sizes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def tiny(folder: Path, steps: int, interval: int) -> dict[str, Any]:
     values = values_of(folder / "checkpoints", checkpoints__checkpoint_interval=interval)
     values["general"]["run"] = "growth"
@@ -50,10 +59,7 @@ def test_memory_does_not_grow_with_the_number_of_steps(tmp_path: Path, monkeypat
         return step(training, update, *args, **options)
 
     monkeypatch.setattr(Training, "step", step_and_look)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more only get in each other's way at this size
     assert train(get_config_from_dict(tiny(tmp_path, 1000, 10_000)), Mesh(), torch.device("cpu")) == 0
-    torch.set_num_threads(threads)
     (tensors, objects, _), (_, _, resident), last = samples
     assert last[0] == tensors, "tensors pile up"
     assert last[1] <= objects + 50, "objects pile up"
