@@ -301,7 +301,8 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(tmp_path, tokenize
     monkeypatch.setattr(tokenize_progress, "REFRESH_S", 0.001)
     monkeypatch.setattr(tokenize_progress, "LINE_S", 0.0)
     monkeypatch.setattr(tokenize_progress, "SHARD_LINE_S", 0.0)
-    source = write_input(tmp_path / "in", "jsonl", TEXTS * 100)
+    monkeypatch.setattr("nanotron.data.tokenize.BATCH_CHARACTERS", 10_000)
+    source = write_input(tmp_path / "in", "jsonl", TEXTS * 10)
     tokenize(Job([source], str(tmp_path / "out"), tokenizer=tokenizer, shard_bytes=10**9))
     lines = capsys.readouterr().err.splitlines()
     matches = [PROGRESS.fullmatch(line) for line in lines]
