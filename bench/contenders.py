@@ -165,6 +165,8 @@ SUBJECTS = {
         "Two tensor-parallel ranks, float32",
         [
             ours(layout={"tp": 2}),
+            ours("ours, overlapped", layout={"tp": 2, "tp_linear_async_communication": True}),
+            ours("ours, compile", layout={"tp": 2}, config={"model.compile": True}),
             *in_all_ways(dtensor("DTensor")),
             *as_shipped_and_scheduled(dtensor("DTensor, loss parallel", loss_parallel=True)),
             *in_all_ways(dtensor("DTensor, sequence parallel", sequence_parallel=True, loss_parallel=True)),
@@ -177,6 +179,7 @@ SUBJECTS = {
         "Two pipeline stages, float32",
         [
             *(ours(f"ours, {engine}", layout={"pp": 2, "pp_engine": engine}) for engine in ("1f1b", "zb_h1", "zbv")),
+            ours("ours, zbv, compile", layout={"pp": 2, "pp_engine": "zbv"}, config={"model.compile": True}),
             *in_all_ways(pipelining("Schedule1F1B", "1f1b")),
             *in_all_ways(pipelining("ScheduleZBVZeroBubble", "zbv")),
         ],
@@ -186,8 +189,8 @@ SUBJECTS = {
         "Two replicas of two stages of two tensor-parallel ranks, float32",
         [
             ours(layout=CUBE),
-            *in_all_ways(torchtitan(layout=CUBE)),
-            *as_shipped_and_scheduled(unsplit_torchtitan(layout=CUBE)),
+            ours("ours, zbv", layout={**CUBE, "pp_engine": "zbv"}),
+            *as_shipped_and_scheduled(torchtitan(layout=CUBE)),
         ],
         world=8,
     ),

@@ -1,6 +1,6 @@
 """Pipeline schedules on two processes: ours beside torch.distributed.pipelining, alternating, and what was predicted.
 
-    python -m bench.pipeline [--rounds 9] [--microbatches 4 8] [--layers 8] [--hidden 256]
+    python -m bench.pipeline [--rounds 9] [--microbatches 4 8] [--layers 9] [--hidden 256]
 
 Every round runs each contender once, forward and backward of one batch, without an optimizer. Printed are medians over
 the rounds. Predicted times come from `execute`, with the costs measured in the same runs.
@@ -178,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=9, help="9: with the head, two stages of equal work")
     parser.add_argument("--hidden", type=int, default=256)
     options = parser.parse_args()
     for microbatches in options.microbatches:
