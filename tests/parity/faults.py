@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
 
-from nanotron import comm, layers
+from nanotron import layers
+from nanotron.comm import Arrival
 from nanotron.optim import buckets
 from tests.parity.cases import Case
 from tests.parity.run import Trained, train
-
-
-def _in_backward(wrong: Any, right: Any) -> Any:
-    """A collective that does the wrong thing when a backward function calls it, and the right thing elsewhere."""
-
-    def either(x: Tensor, *args: Any, **options: Any) -> Any:
-        return (wrong if sys._getframe(1).f_code.co_name == "backward" else right)(x, *args, **options)
-
-    return either
 
 
 def _nothing(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-def _own_part(x: Tensor, group: Any, dim: int) -> Tensor:
+def _nothing_begun(x: Tensor, group: Any) -> Arrival:
+    return lambda: x
+
+
+def _own_part_begun(x: Tensor, group: Any, dim: int) -> Arrival:
     """This rank's part of its own addend, the others' forgotten."""
-    return x if group is None else x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+    return lambda: x if group is None else x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
 
 def _average(flat: Tensor, group: Any) -> Any:
@@ -39,8 +34,8 @@ def _average(flat: Tensor, group: Any) -> Any:
 
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
-    "input gradients not summed over tp": (layers, "all_reduce_", _in_backward(_nothing, comm.all_reduce_)),
-    "gathered input's gradient not summed": (layers, "reduce_scatter", _in_backward(_own_part, comm.reduce_scatter)),
+    "input gradients not summed over tp": (layers, "begin_all_reduce_", _nothing_begun),
+    "gathered input's gradient not summed": (layers, "begin_reduce_scatter", _own_part_begun),
     "partial and tied gradients not summed": (buckets, "all_reduce_", _nothing),
     "replicas averaged": (buckets, "start_all_reduce", _average),
 }
