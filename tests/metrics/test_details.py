@@ -21,8 +21,8 @@ from nanotron.step import Outcome
 from nanotron.trainer import train
 from tests.parity.cases import Case
 from tests.parity.run import config_of, prepare, to_walk
-from tests.structure.counters import Collectives
 from tests.pool import Pool
+from tests.structure.counters import Collectives
 
 SLEEP_S = 0.25  # long beside the work of a microbatch, also on a busy machine
 BASE = {"layers": 3, "family": "qwen2", "steps": 2}
