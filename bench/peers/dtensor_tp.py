@@ -48,7 +48,8 @@ class Attention(nn.Module):
         k, v = self.kv(x).unflatten(-1, (2, -1, self.head_dim)).transpose(1, 3).unbind(2)  # 2 × [b, kv/tp, s, e]
         q, k = rotate(q, angles), rotate(k, angles)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # [b, h/tp, s, e]
-        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        y: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return y
 
 
 class FeedForward(nn.Module):
@@ -62,7 +63,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [b, s, d] -> [b, s, d], or [b, s/tp, d] under sequence parallelism."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # 2 × [b, s, f/tp]
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        y: Tensor = self.down(F.silu(gate) * up)
+        return y
 
 
 class Block(nn.Module):
@@ -99,7 +101,8 @@ class Model(nn.Module):
         angles = rotary_angles(tokens[..., None].float(), self.shape)
         for block in self.blocks:
             x = block(x, angles)
-        return self.head(self.norm(x))  # type: ignore[no-any-return]
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def parallelize(model: Model, mesh: DeviceMesh, *, sequence_parallel: bool, cut_logits: bool) -> None:

@@ -47,6 +47,7 @@ def run_on_cpu() -> None:
 
 run_on_cpu()
 
+# Only now (E402): torchtitan looks for its device while it is imported.
 import torchtitan.distributed.utils  # noqa: E402
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402

@@ -48,4 +48,5 @@ def test_the_refusals_read_as_quoted(tmp_path: Path) -> None:
 def test_the_functions_in_the_text_are_schedules(tmp_path: Path) -> None:
     code = TEXT.split("```python\n")[1].split("```")[0]
     (tmp_path / "my_schedules.py").write_text(code)
-    prove(custom_schedule(f"{tmp_path}/my_schedules.py:afab_reversed", 4, 1), 8)
+    programs = prove(custom_schedule(f"{tmp_path}/my_schedules.py:afab_reversed", 4, 1), 8)
+    assert len(programs) == 4

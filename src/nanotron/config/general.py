@@ -76,7 +76,7 @@ class ParallelismArgs:
     )
     tp_linear_async_communication: bool | None = key(
         False,
-        "Run matrix products while tensor-parallel communication is on its way. Meant for GPUs; no gain on CPUs.",
+        "Run matrix products while tensor-parallel communication is on its way. Meant for GPUs; brings little on CPUs.",
     )
     recompute_layer: bool = key(
         False, "Keep only each layer's input for the backward pass and compute the layer again there."
