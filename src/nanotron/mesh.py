@@ -53,6 +53,7 @@ class Mesh:
         self.world = prod(self._sizes.values())
         assert 0 <= rank < self.world, f"rank {rank} is outside a mesh of {self.world} ranks"
         self._coords = dict(zip(self._sizes, _unravel(rank, tuple(self._sizes.values())), strict=True))
+        self._lines: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._p2p_groups: dict[str, ProcessGroup] = {}
         self._timeout: timedelta | None = None
@@ -76,9 +77,11 @@ class Mesh:
 
     def ranks_along(self, *axes: str) -> tuple[int, ...]:
         """The ranks that share all of this rank's coordinates but those along ``axes``, in order of coordinate."""
-        free = {part for axis in axes for part in self.parts(axis)}
-        ranges = [range(size) if part in free else [self._coords[part]] for part, size in self._sizes.items()]
-        return tuple(self._ravel(coords) for coords in product(*ranges))
+        if axes not in self._lines:  # every layer asks, in every microbatch
+            free = {part for axis in axes for part in self.parts(axis)}
+            ranges = [range(size) if part in free else [self._coords[part]] for part, size in self._sizes.items()]
+            self._lines[axes] = tuple(self._ravel(coords) for coords in product(*ranges))
+        return self._lines[axes]
 
     def rank_at(self, **coords: int) -> int:
         """The rank at this rank's coordinates with those along some axes replaced: ``mesh.rank_at(pp=0)``."""
