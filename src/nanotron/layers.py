@@ -32,6 +32,7 @@ from nanotron.comm import (
 )
 from nanotron.elementwise import Fuse, as_written, logit_gradient, softmax_and_log_z
 from nanotron.mesh import Mesh
+from nanotron.products import add_product, product
 from nanotron.weight_grads import WeightGrads
 
 Enter = Literal["copy", "gather"]
@@ -143,7 +144,7 @@ class _Linear(Function):
 
 def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """x · wᵀ (+ bias) for each weight: [b, s, k] -> [b, s, n'] each."""
-    return [F.linear(x, _matrix(w), _at(biases, i)) for i, w in enumerate(weights)]
+    return [product(x, _matrix(w), _at(biases, i)) for i, w in enumerate(weights)]
 
 
 def _multiply_while_gathering(
@@ -174,9 +175,9 @@ def _matrix(weight: Tensor) -> Tensor:
 
 def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Σ grad · w over the weights that shared the input: [b, s, n'] -> [b, s, k]."""
-    total = grads[0] @ _matrix(weights[0])
+    total = product(grads[0], _matrix(weights[0]).t())
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        total += grad @ _matrix(weight)
+        total += product(grad, _matrix(weight).t())
     return total
 
 
@@ -195,12 +196,8 @@ def _weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Callable[[Tenso
 
 
 def _add_product(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
-    """buffer += gradᵀ · x, over all tokens; in place where the dtypes allow (fp32), else with one temporary (bf16)."""
-    matrix, grad, x = _matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2)
-    if buffer.dtype == x.dtype:
-        matrix.addmm_(grad.t(), x)
-    else:
-        matrix.add_(grad.t() @ x)
+    """buffer += gradᵀ · x, over all tokens."""
+    add_product(_matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2))
 
 
 def _add_sum(buffer: Tensor, grad: Tensor) -> None:

@@ -29,7 +29,7 @@ class Products(TorchDispatchMode):
         self.events = events
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._opname in ("mm", "addmm", "addmm_", "bmm"):
+        if func._opname in ("mm", "addmm", "addmm_", "_linear_pointwise"):
             self.events.append("product")
         return func(*args, **(kwargs or {}))
 

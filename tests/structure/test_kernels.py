@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanotron import products
 from nanotron.batch import Batch
 from nanotron.layout import mesh_axes
 from nanotron.mesh import Mesh
@@ -28,29 +29,38 @@ KERNELS = [
     (SEQUENCE_PARALLEL, (30, 47), (40, 71)),
     (RECOMPUTE, (26, 66), (36, 100)),
 ]
-BFLOAT16_MORE = 5  # a temporary of each weight's gradient is added to the float32 sum
+TEMPORARIES = 5  # one for each weight's gradient, added to the float32 sum: in bfloat16, and by oneDNN
+
+
+@pytest.fixture(params=["mkl", "onednn"])
+def temporaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Kernels that a CPU's library adds to a block's backward, whichever library this machine would choose."""
+    onednn = request.param == "onednn"
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
+    return TEMPORARIES * onednn
 
 
 @pytest.mark.parametrize(("layout", "accelerator", "cpu"), KERNELS, ids=["one", "tp", "sp", "recompute"])
 def test_a_block_launches_this_many_kernels(
-    layout: dict[str, Any], accelerator: tuple[int, int], cpu: tuple[int, int]
+    layout: dict[str, Any], accelerator: tuple[int, int], cpu: tuple[int, int], temporaries: int
 ) -> None:
     assert planned_block(small(**layout), accelerator=True)[1:] == accelerator
-    assert planned_block(small(**layout), accelerator=False)[1:] == cpu
+    assert planned_block(small(**layout), accelerator=False)[1:] == (cpu[0], cpu[1] + temporaries)
     half = planned_block(small(**layout, dtype="bfloat16"), accelerator=True)
-    assert half[1:] == (accelerator[0], accelerator[1] + BFLOAT16_MORE)
+    assert half[1:] == (accelerator[0], accelerator[1] + TEMPORARIES)
 
 
 @pytest.mark.parametrize(
     ("layout", "cpu"), [(ONE, KERNELS[0][2]), (RECOMPUTE, KERNELS[3][2])], ids=["one", "recompute"]
 )
-def test_a_real_block_launches_as_many(layout: dict[str, Any], cpu: tuple[int, int]) -> None:
-    assert real_block(0, 1, small(**layout))[1:] == cpu
+def test_a_real_block_launches_as_many(layout: dict[str, Any], cpu: tuple[int, int], temporaries: int) -> None:
+    assert real_block(0, 1, small(**layout))[1:] == (cpu[0], cpu[1] + temporaries)
 
 
 def test_a_real_block_launches_as_many_with_tensor_parallelism(pool: Pool) -> None:
+    forward, backward = KERNELS[1][2]
     for block in pool.run(2, real_block, small(**TP)):
-        assert block[1:] == KERNELS[1][2]
+        assert block[1:] == (forward, backward + TEMPORARIES * products.onednn_is_faster())
 
 
 @pytest.mark.parametrize("change", [{"micro_batch": 5}, {"sequence": 1024}, {"hidden": 512}], ids=str)

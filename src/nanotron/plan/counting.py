@@ -62,7 +62,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count_collective(func, args)
-        elif func.namespace == "aten":
+        elif func.namespace in ("aten", "mkldnn"):
             self._count_operator(func, args, result)
         return result
 
@@ -99,6 +99,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _MATMULS:
             a, b = inputs[-2:]
             self.work["matmul"] += 2 * a.numel() * b.shape[-1]
+        elif name == "_linear_pointwise":  # x · wᵀ
+            x, w = inputs[:2]
+            self.work["matmul"] += 2 * x.numel() * w.shape[0]
         elif name in _ATTENTION:
             query, key = inputs[:2] if name.endswith("cpu") else inputs[1:3]
             self.work["attention"] += _ATTENTION[name] * query.numel() * key.shape[-2]  # ·2, halved by causality

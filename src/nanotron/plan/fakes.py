@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nanotron import attention
+from nanotron import attention, products
 from nanotron.mesh import AxisSizes, Mesh
 from nanotron.plan.counting import Counting
 
@@ -72,12 +72,13 @@ def counting(*, accelerator: bool) -> Iterator[Counting]:
 @contextmanager
 def _accelerator_kernels() -> Iterator[None]:
     """Have the models compute as on an accelerator, which has one kernel where a CPU is given several operations."""
-    norm, attend = F.rms_norm, attention._attend
+    norm, attend, by_onednn = F.rms_norm, attention._attend, products._by_onednn
     F.rms_norm, attention._attend = _fused_rms_norm, _fused_attention  # type: ignore[assignment]
+    products._by_onednn = lambda x: False
     try:
         yield
     finally:
-        F.rms_norm, attention._attend = norm, attend
+        F.rms_norm, attention._attend, products._by_onednn = norm, attend, by_onednn
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
