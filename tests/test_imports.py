@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "layers": {"mesh", "comm", "params", "weight_grads", "elementwise", "products", "config.model"},
     "products": set(),
     "elementwise": set(),
-    "attention": set(),
+    "attention": {"products"},
     "models": {"mesh", "comm", "params", "attention", "layers", "elementwise", "weight_grads", "config.model"},
     "pipeline": {"mesh", "comm"},
     "optim": {"mesh", "comm", "params", "weight_grads"},

@@ -2,12 +2,13 @@
 
     b rows   s tokens   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
 
-Two ways to the same numbers: torch's fused kernels, and, where those are slow (half precision on a CPU), blocks of
-plain matrix products. Neither keeps anything of size s × s for backward.
+Two ways to the same numbers: torch's fused kernels, and, on a CPU, where those are slow, blocks of plain matrix
+products. Neither keeps anything of size s × s for backward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+
+from nanotron.products import add_product, product
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None) -> Tensor:
@@ -34,8 +37,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None)
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Plainly causal attention over rows: q [b, s, h, e]; k, v [b, s, n, e] -> [b, s, h, e]."""
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        attended: Tensor = _BlockCausal.apply(q, k, v, 64 if q.shape[1] <= 512 else 128)  # type: ignore[no-untyped-call]
+    if q.device.type == "cpu":
+        attended: Tensor = _BlockCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
         return attended
     return _fused(q, k, v, None, is_causal=True)
 
@@ -72,75 +75,105 @@ def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor) -> Te
 
 
 class _BlockCausal(Function):
-    """Causal attention by blocks of query rows: rows [lo, hi) multiply with keys [0, hi) only.
+    """Causal attention by blocks of queries: tokens [lo, hi) multiply with keys [0, hi) only.
 
-    The g query heads of a key/value head are stacked into one matrix, so every product is a batch of b·n matrices.
-    Backward computes each block's probabilities again.
+    The g query heads of a key/value head are one matrix, token by token, and a block is a slice of it. Backward
+    computes each block's probabilities again.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, block: int) -> Tensor:
-        ctx.block, ctx.scale, ctx.shape = block, q.shape[-1] ** -0.5, q.shape
-        q = _heads_first(q, k.shape[2], ctx.scale)  # [b, s, h, e] -> [b·n, g, s, e]
-        k, v = (_heads_first(x, x.shape[2]).squeeze(1) for x in (k, v))  # [b, s, n, e] -> [b·n, s, e]
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.scale, ctx.q_shape, ctx.kv_shape = q.shape[-1] ** -0.5, q.shape, k.shape
+        q = _heads_first(q, k.shape[2], ctx.scale)  # [b, s, h, e] -> [b·n, s·g, e]
+        k, v = (_heads_first(x, x.shape[2]) for x in (k, v))  # [b, s, n, e] -> [b·n, s, e]
         out = torch.empty_like(q)
-        for lo, hi in _spans(q.shape[2], block):
-            out[:, :, lo:hi] = torch.bmm(_probabilities(q, k, lo, hi), v[:, :hi]).view(out[:, :, lo:hi].shape)
+        for q_, k_, v_, out_ in _parts(q, k, v, out):
+            for size, rows, keys in _blocks(q_, k_):
+                out_[:, rows] = _times(_probabilities(q_[:, rows], k_[:, keys], size), v_[:, keys])
         ctx.save_for_backward(q, k, v)
-        return _tokens_first(out, ctx.shape)
+        return _tokens_first(out, ctx.q_shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = ctx.saved_tensors
-        grad = _heads_first(grad, k.shape[0] // grad.shape[0])
+        grad = _heads_first(grad, ctx.kv_shape[2])
         precision = torch.promote_types(k.dtype, torch.float32)
         q_grad = torch.empty_like(q)
         k_grad, v_grad = (torch.zeros_like(x, dtype=precision) for x in (k, v))  # sums over blocks
-        for lo, hi in _spans(q.shape[2], ctx.block):
-            probabilities = _probabilities(q, k, lo, hi)  # [b·n, g·(hi−lo), hi]
-            rows, row_grads = (x[:, :, lo:hi].flatten(1, 2) for x in (q, grad))  # [b·n, g·(hi−lo), e]
-            v_grad[:, :hi] += torch.bmm(probabilities.transpose(1, 2), row_grads)
-            seen = torch.bmm(row_grads, v[:, :hi].transpose(1, 2))
-            scores_grad = torch._softmax_backward_data(seen, probabilities, -1, seen.dtype)
-            q_grad[:, :, lo:hi] = torch.bmm(scores_grad, k[:, :hi]).view(q[:, :, lo:hi].shape)
-            k_grad[:, :hi] += torch.bmm(scores_grad.transpose(1, 2), rows)
-        b, s, _, e = ctx.shape
-        kv_shape = (b, s, k.shape[0] // b, e)
+        for q_, k_, v_, grad_, q_grad_, k_grad_, v_grad_ in _parts(q, k, v, grad, q_grad, k_grad, v_grad):
+            for size, rows, keys in _blocks(q_, k_):
+                probabilities = _probabilities(q_[:, rows], k_[:, keys], size)  # [.., rows, keys]
+                _add_times(v_grad_[:, keys], probabilities, grad_[:, rows])
+                seen = _times(grad_[:, rows], v_[:, keys].transpose(1, 2))
+                scores_grad = torch._softmax_backward_data(seen, probabilities, -1, seen.dtype)
+                q_grad_[:, rows] = _times(scores_grad, k_[:, keys])
+                _add_times(k_grad_[:, keys], scores_grad, q_[:, rows])
         return (
-            _tokens_first(q_grad.mul_(ctx.scale), ctx.shape),
-            _tokens_first(k_grad.to(k.dtype)[:, None], kv_shape),
-            _tokens_first(v_grad.to(v.dtype)[:, None], kv_shape),
-            None,
+            _tokens_first(q_grad.mul_(ctx.scale), ctx.q_shape),
+            _tokens_first(k_grad.to(k.dtype), ctx.kv_shape),
+            _tokens_first(v_grad.to(v.dtype), ctx.kv_shape),
         )
 
 
-def _spans(length: int, block: int) -> list[tuple[int, int]]:
-    return [(lo, min(lo + block, length)) for lo in range(0, length, block)]
+LONG = 768
+"""Tokens from which on float32 products are large enough to be made one by one, which oneDNN is best at."""
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """What is multiplied at once of [b·n, …] tensors, k second: all; where sequences are long, each matrix alone."""
+    alone = tensors[1].shape[1] >= LONG and tensors[1].dtype == torch.float32
+    return zip(*(torch.split(x, 1) if alone else [x] for x in tensors), strict=True)
+
+
+def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Tokens of a block, its rows of q [.., s·g, e], and the keys that they see of k [.., s, e]."""
+    s, g = k.shape[1], q.shape[1] // k.shape[1]
+    most = 128 if s >= LONG else 32 if q.dtype == torch.float32 else 64  # by measurement
+    for lo in range(0, s, most):
+        hi = min(lo + most, s)
+        yield hi - lo, slice(lo * g, hi * g), slice(0, hi)
 
 
 def _heads_first(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
-    """[b, s, h, e] -> [b·n, g, s, e], times ``scale``, in memory of its own."""
+    """[b, s, h, e] -> [b·n, s·g, e], times ``scale``, in memory of its own."""
     b, s, h, e = x.shape
-    moved = x.reshape(b, s, kv_heads, h // kv_heads, e).permute(0, 2, 3, 1, 4)
+    moved = x.reshape(b, s, kv_heads, h // kv_heads, e).transpose(1, 2)  # [b, n, s, g, e]
     out = x.new_empty(moved.shape)
     torch.mul(moved, scale, out=out) if scale != 1.0 else out.copy_(moved)
-    return out.flatten(0, 1)
+    return out.view(b * kv_heads, -1, e)
 
 
 def _tokens_first(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """[b·n, g, s, e] -> ``shape`` [b, s, h, e], contiguous."""
+    """[b·n, s·g, e] -> ``shape`` [b, s, h, e], contiguous."""
     b, s, _, e = shape
-    return x.view(b, -1, x.shape[1], s, e).permute(0, 3, 1, 2, 4).reshape(shape)
+    return x.view(b, x.shape[0] // b, s, -1, e).transpose(1, 2).reshape(shape)
 
 
-def _probabilities(q: Tensor, k: Tensor, lo: int, hi: int) -> Tensor:
-    """Softmax of the scores of query rows [lo, hi): q [b·n, g, s, e], k [b·n, s, e] -> [b·n, g·(hi−lo), hi]."""
-    scores = torch.bmm(q[:, :, lo:hi].flatten(1, 2), k[:, :hi].transpose(1, 2))
-    scores.view(q.shape[0], q.shape[1], hi - lo, hi)[..., lo:] += _later(hi - lo, scores.dtype)
+def _probabilities(q: Tensor, k: Tensor, size: int) -> Tensor:
+    """Softmax of a block's scores: q [.., size·g, e], k [.., m, e], of which it is the last -> [.., size·g, m]."""
+    scores = _times(q, k.transpose(1, 2))
+    scores[..., -size:].add_(_later(size, q.shape[1] // size, scores.dtype))
     return scores.softmax(-1)
 
 
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """Batched a · b: [.., l, m] and [.., m, n] -> [.., l, n]."""
+    if a.shape[0] == 1:
+        return product(a[0], b[0].t())[None]
+    return torch.bmm(a, b)
+
+
+def _add_times(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += leftᵀ · right: total [.., m, n], left [.., l, m], right [.., l, n]."""
+    if total.shape[0] == 1:
+        add_product(total[0], left[0], right[0])
+    elif total.dtype == right.dtype:
+        total.baddbmm_(left.transpose(1, 2), right)
+    else:
+        total += torch.bmm(left.transpose(1, 2), right)
+
+
 @lru_cache(maxsize=8)
-def _later(size: int, dtype: torch.dtype) -> Tensor:
-    """−∞ where a key is later than the query, else 0: [size, size]."""
-    return torch.full((size, size), -torch.inf, dtype=dtype).triu_(1)
+def _later(size: int, queries: int, dtype: torch.dtype) -> Tensor:
+    """−∞ where a key is later than the query, else 0, for blocks of ``size`` tokens: [size·queries, size]."""
+    return torch.full((size, size), -torch.inf, dtype=dtype).triu_(1).repeat_interleave(queries, 0)

@@ -22,7 +22,7 @@ def kept_bytes(config: Config, *, accelerator: bool) -> int:
     """The formula: bytes that one block keeps of one microbatch on one rank.
 
     accelerator: one kernel for the norms and one for attention; else those of a CPU, where a norm keeps its
-    normalised input too, and in half precision works in float32, and attention keeps copies.
+    normalised input too, and in half precision works in float32, and attention keeps copies of q, k and v.
     """
     model, layout, tokens = config.model.model_config, config.parallelism, config.tokens
     d, f, t, e = model.hidden_size, model.intermediate_size, layout.tp, model.head_dim
@@ -36,10 +36,12 @@ def kept_bytes(config: Config, *, accelerator: bool) -> int:
     else:
         per_token = size * 2 * entered  # what enters attention and MLP
         per_token += size * (2 * heads + kv_heads) * e  # q and k, rotated; what attention gives
-        per_token += size * (kv_heads * e if half else 2 * kv_heads * e)  # v alone, or in one tensor with k unrotated
+        per_token += size * (
+            2 * kv_heads * e if accelerator else kv_heads * e
+        )  # v, in one tensor with k unrotated; a copy
         per_token += size * 4 * f // t  # gate | up, silu(gate), silu(gate) · up
         per_token += 0 if half else size * 2 * between  # the stream of residuals, which the norms keep
-        per_token += 0 if half else 4 * heads  # attention's log Σ exp of each row
+        per_token += 4 * heads if accelerator else 0  # attention's log Σ exp of each row
         per_token += 2 * 4 * between // d  # a norm's 1/√(mean square) of each token
         if not accelerator:
             per_token += (
