@@ -167,10 +167,8 @@ def _add_times(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += leftᵀ · right: total [.., m, n], left [.., l, m], right [.., l, n]."""
     if total.shape[0] == 1:
         add_product(total[0], left[0], right[0])
-    elif total.dtype == right.dtype:
-        total.baddbmm_(left.transpose(1, 2), right)
     else:
-        total += torch.bmm(left.transpose(1, 2), right)
+        total += torch.bmm(left.transpose(1, 2), right)  # baddbmm_ into a slice goes matrix by matrix, on one thread
 
 
 @lru_cache(maxsize=8)

@@ -24,12 +24,12 @@ RECOMPUTE = {**ONE, "recompute": True}
 
 # layout; forward and backward of a block in float32, with an accelerator's kernels and with a CPU's
 KERNELS = [
-    (ONE, (26, 41), (49, 87)),
-    (TP, (26, 41), (49, 87)),
-    (SEQUENCE_PARALLEL, (30, 47), (53, 93)),
-    (RECOMPUTE, (26, 66), (49, 135)),
+    (ONE, (26, 41), (49, 91)),
+    (TP, (26, 41), (49, 91)),
+    (SEQUENCE_PARALLEL, (30, 47), (53, 97)),
+    (RECOMPUTE, (26, 66), (49, 139)),
 ]
-ATTENTION = 32, (5, 9)  # of those of a CPU are for every so many tokens of a row; here there are 64 tokens
+ATTENTION = 32, (5, 11)  # of those of a CPU are for every so many tokens of a row; here there are 64 tokens
 TEMPORARIES = 5  # one for each weight's gradient, added to the float32 sum: in bfloat16, and by oneDNN
 
 
