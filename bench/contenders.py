@@ -48,7 +48,10 @@ class Subject:
 
 
 def ours(name: str = OURS, **options: Any) -> Contender:
-    """Ours, with SCHED_BATCH as in training; ``config`` holds further keys, ``layout`` dp, tp and pp."""
+    """Ours, with SCHED_BATCH as in training.
+
+    ``config`` holds further keys, ``layout`` dp, tp and pp; ``onednn=False`` leaves all products to MKL.
+    """
     compiled = bool(options.get("config", {}).get("model.compile"))
     return Contender(name, "bench.ours", options, batch_policy=True, warm_up=4 if compiled else 2)
 
@@ -124,6 +127,7 @@ SUBJECTS = {
         "One process, float32",
         [
             ours(),
+            ours("ours, MKL", onednn=False),
             COMPILED,
             PLAIN,
             keeping_memory(PLAIN),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bench.serve import options, prepare, serve
 from bench.shapes import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Shape
 from bench.work import microbatches
+from nanotron import products
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
 from nanotron.launch.place import keep_freed_memory
@@ -62,6 +63,8 @@ def main() -> None:
     asked = options()
     prepare(asked["threads"], batch_policy=asked["batch_policy"])
     keep_freed_memory()  # as nanotron.launch does on a CPU
+    if not asked.get("onednn", True):
+        products.onednn_is_faster = lambda: False  # as on a processor that MKL has all its code for
     config = config_of(asked)
     mesh = Mesh()
     if config.parallelism.world_size > 1:

@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from nanotron.products import add_product, product
+from nanotron import products
+
+LONG = 768
+"""Tokens from which on float32 products are large enough to be made one by one, which oneDNN is best at."""
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None) -> Tensor:
@@ -36,8 +39,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Plainly causal attention over rows: q [b, s, h, e]; k, v [b, s, n, e] -> [b, s, h, e]."""
-    if q.device.type == "cpu":
+    """Plainly causal attention over rows: q [b, s, h, e]; k, v [b, s, n, e] -> [b, s, h, e].
+
+    Blocks are faster than the kernel on a CPU, but for long float32 rows without oneDNN.
+    """
+    if q.device.type == "cpu" and (q.dtype != torch.float32 or q.shape[1] < LONG or products.onednn_is_faster()):
         attended: Tensor = _BlockCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
         return attended
     return _fused(q, k, v, None, is_causal=True)
@@ -115,10 +121,6 @@ class _BlockCausal(Function):
         )
 
 
-LONG = 768
-"""Tokens from which on float32 products are large enough to be made one by one, which oneDNN is best at."""
-
-
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """What is multiplied at once of [b·n, …] tensors, k second: all; where sequences are long, each matrix alone."""
     alone = tensors[1].shape[1] >= LONG and tensors[1].dtype == torch.float32
@@ -159,14 +161,14 @@ def _probabilities(q: Tensor, k: Tensor, size: int) -> Tensor:
 def _times(a: Tensor, b: Tensor) -> Tensor:
     """Batched a · b: [.., l, m] and [.., m, n] -> [.., l, n]."""
     if a.shape[0] == 1:
-        return product(a[0], b[0].t())[None]
+        return products.product(a[0], b[0].t())[None]
     return torch.bmm(a, b)
 
 
 def _add_times(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += leftᵀ · right: total [.., m, n], left [.., l, m], right [.., l, n]."""
     if total.shape[0] == 1:
-        add_product(total[0], left[0], right[0])
+        products.add_product(total[0], left[0], right[0])
     else:
         total += torch.bmm(left.transpose(1, 2), right)  # baddbmm_ into a slice goes matrix by matrix, on one thread
 

@@ -46,6 +46,7 @@ def onednn_is_faster() -> bool:
     return (
         torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # private to torch: a later one may lack it
         and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
         and _vendor() not in ("", "GenuineIntel")
     )

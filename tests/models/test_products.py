@@ -97,3 +97,10 @@ def test_onednn_is_chosen_where_mkl_lacks_code(
     monkeypatch.setattr(products, "_vendor", lambda: vendor)
     found = products.onednn_is_faster.__wrapped__()
     assert found == (chosen and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available())
+
+
+def test_a_torch_without_the_operator_multiplies_by_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(products, "_vendor", lambda: "AuthenticAMD")
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert not products.onednn_is_faster.__wrapped__()
