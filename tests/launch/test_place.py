@@ -1,11 +1,13 @@
 """Who a process is, how many threads it takes, where its run directory is."""
 
+import os
 import platform
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nanotron.launch.folder import name_of_run, run_directory
 from nanotron.launch.place import Place, num_cores, num_threads
@@ -24,6 +26,25 @@ print(faults(10))
 keep_freed_memory()
 faults(1)
 print(faults(10))
+"""
+SHAPES = """
+import os, torch
+from nanotron.launch.place import keep_few_shapes
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+def multiply(rows):
+    torch.ops.mkldnn._linear_pointwise(torch.ones(rows, 64), weight, None, "none", [], "")
+
+keep_few_shapes(os.environ)
+weight = torch.ones(32, 64)
+multiply(1)
+before = resident()
+for rows in range(2, 700):
+    multiply(rows)
+print(resident() - before)
 """
 TORCHRUN = {
     "RANK": "5",
@@ -105,3 +126,15 @@ def test_freed_tensors_are_not_paged_in_again() -> None:
     before, after = map(int, faults)
     assert before > 10 * 16_000  # ten times 64 MiB, 4 KiB a page
     assert after < 1_000
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
+def test_products_of_ever_new_shapes_do_not_fill_the_memory() -> None:
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    environment = {key: value for key, value in os.environ.items() if key not in names}
+
+    def growth(wished: dict[str, str]) -> int:
+        return int(subprocess.check_output([sys.executable, "-c", SHAPES], env=environment | wished))
+
+    assert growth({}) < growth(dict.fromkeys(names, "1024")) / 2

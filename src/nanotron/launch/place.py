@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -108,3 +108,13 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         if libc.mallopt(mmap_threshold, 2**30) or libc.mallopt(mmap_threshold, 2**25):  # the most before glibc 2.35
             libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def keep_few_shapes(environment: MutableMapping[str, str]) -> None:
+    """Let oneDNN keep the code it compiled for 128 shapes of products, not 1,024, unless the environment says how many.
+
+    Each takes a third of a megabyte, and is kept by torch as well as by oneDNN. A run meets some dozens of shapes; only
+    attention to long documents of all lengths meets new ones all the time, and compiling takes less than a millisecond.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read when the first product is made
+        environment.setdefault(name, "128")

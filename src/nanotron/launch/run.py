@@ -25,7 +25,14 @@ from nanotron.launch import codes
 from nanotron.launch.failures import STACK_SIGNAL, Failure, failure_of, record_path, write_failure
 from nanotron.launch.folder import claim_folder, describe_run, name_of_run, run_directory
 from nanotron.launch.peers import Peers
-from nanotron.launch.place import Place, choose_device, keep_freed_memory, num_threads, schedule_as_batch
+from nanotron.launch.place import (
+    Place,
+    choose_device,
+    keep_few_shapes,
+    keep_freed_memory,
+    num_threads,
+    schedule_as_batch,
+)
 from nanotron.logging import get_logger, set_up_logging
 
 if TYPE_CHECKING:
@@ -156,6 +163,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     device, backend = choose_device(place)
     if device.type == "cpu":
         keep_freed_memory()
+        keep_few_shapes(os.environ)
     if place.world > 1:
         if backend == "gloo":
             schedule_as_batch()
