@@ -130,7 +130,7 @@ def run_generate(argv: Sequence[str] | None = None) -> int:
         code = peers.say_once(str(mistake))
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except Exception:
+    except Exception:  # the outermost frame: shown in full, and told to the caller by the exit code
         traceback.print_exc()
         code = codes.OUR_BUG
     leave(code, place)
