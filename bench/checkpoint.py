@@ -24,7 +24,7 @@ from nanotron.checkpoint.retention import read_index
 from nanotron.checkpoint.storage import open_folder
 from nanotron.checkpoint.verify import damaged_files
 from nanotron.checkpoint.write import Saver
-from nanotron.params import Box
+from nanotron.parallel.params import Box
 
 ROWS, COLUMNS = 2048, 1024  # 8 MiB of float32 a tensor
 CHUNK = 4 << 20

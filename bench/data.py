@@ -26,12 +26,12 @@ from statistics import median
 import numpy as np
 
 from nanotron.data.collate import collate
-from nanotron.data.corpus import corpus_files
-from nanotron.data.stage import Stage
-from nanotron.data.token_files import open_token_files
-from nanotron.data.tokenize import Job, tokenize
-from nanotron.data.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
-from nanotron.data.windows import TokenWindows
+from nanotron.data.order.stage import Stage
+from nanotron.data.order.windows import TokenWindows
+from nanotron.data.sources.token_files import open_token_files
+from nanotron.data.tokenize.corpus import corpus_files
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
+from nanotron.data.tokenize.workers import Job, tokenize
 
 SEQUENCE_LENGTH = 2048
 BATCH = 32

@@ -27,9 +27,9 @@ from bench.report import flops_per_token
 from bench.shapes import SHAPES, Shape
 from bench.work import microbatches
 from nanotron.batch import Batch
-from nanotron.mesh import Mesh
 from nanotron.metrics.devices import Device, find_device, known_devices
-from nanotron.step import Training
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
 
 NO_ACCELERATOR = 2  # exit code
 LIMIT_S = 540.0  # after which no further round begins

@@ -22,10 +22,10 @@ import torch
 from nanotron.check import check
 from nanotron.config import Config
 from nanotron.data.feed import Feed
-from nanotron.details import Details
-from nanotron.mesh import Mesh
 from nanotron.metrics import Metrics
-from nanotron.step import Outcome, Training
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.diagnostics import Details
+from nanotron.training.step import Outcome, Training
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "config_tiny_llama.yaml"
 ROW = {"lr": 1e-3, "seconds": 0.5, "num_samples": 16, "num_tokens": 2048, "stage": "main"}

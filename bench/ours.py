@@ -11,13 +11,13 @@ import torch.distributed as dist
 from bench.serve import options, prepare, serve
 from bench.shapes import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Shape
 from bench.work import microbatches
-from nanotron import products
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
 from nanotron.launch.place import keep_freed_memory
-from nanotron.layout import mesh_axes
-from nanotron.mesh import Mesh
-from nanotron.step import Training
+from nanotron.ops import gemm as products
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
+from nanotron.training.topology import mesh_axes
 
 MODEL = [
     "hidden_size",

@@ -23,12 +23,12 @@ from torch import Tensor
 from bench.peers.pipelining import TorchPipeline
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
-from nanotron.layout import layers_of_stages, parameter_specs, pipeline_schedule
-from nanotron.mesh import Mesh
-from nanotron.models.llama import Llama
+from nanotron.models.decoder import Llama
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
 from nanotron.pipeline.timeline import Span, Timeline, execute
 from nanotron.pipeline.trace import costs_of
+from nanotron.training.topology import layers_of_stages, parameter_specs, pipeline_schedule
 
 RANKS, ROWS, TOKENS, VOCABULARY = 2, 4, 256, 4096
 OURS = ("1f1b", "zb_h1", "zbv")

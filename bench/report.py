@@ -12,7 +12,7 @@ from bench.contenders import Contender, Subject
 from bench.limit import flops
 from bench.runner import Measured
 from bench.shapes import Shape
-from nanotron.metrics.flops import flops_per_step
+from nanotron.models.flops import flops_per_step
 
 LIMIT = Contender("matrix products alone", "bench.limit", batch_policy=True)
 HEADER = ("", "tokens/s", "quartiles", "ours ÷ it", "quartiles", "of limit", "first loss")

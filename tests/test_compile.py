@@ -15,8 +15,8 @@ import torch
 from nanotron.config import get_config_from_dict
 from nanotron.data.feed import Feed
 from nanotron.launch import codes
-from nanotron.mesh import Mesh
-from nanotron.step import Training
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
 from tests.checkpoint.runs import different, run, values_of
 from tests.pool import Pool
 

@@ -15,82 +15,48 @@ PACKAGE = Path(__file__).parents[1] / "src" / "nanotron"
 
 EVERYONE_MAY = {"errors", "batch", "logging"}
 
-# part of the house -> the parts it may import. `config.model` is only that section, `config` is all of it.
+# room of the house -> what it may import. A module with a line of its own (`training.topology`) is allowed only where
+# it, or its whole room, is named; `config.model` is only that section, `config` is all of it.
 MAY_IMPORT = {
     "errors": set(),
     "batch": set(),
-    "logging": {"mesh"},
+    "logging": {"parallel"},
     "config": set(),
-    "mesh": set(),
-    "comm": {"mesh"},
-    "params": {"mesh"},
-    "weight_grads": set(),
-    "layers": {"mesh", "comm", "params", "weight_grads", "elementwise", "products", "config.model"},
-    "products": set(),
-    "elementwise": set(),
-    "attention": {"products"},
-    "models": {"mesh", "comm", "params", "attention", "layers", "elementwise", "weight_grads", "config.model"},
-    "pipeline": {"mesh", "comm"},
-    "optim": {"mesh", "comm", "params", "weight_grads"},
-    "checkpoint": {"mesh", "comm", "params"},
-    "data": {"config", "mesh"},
-    "metrics": {"config", "mesh"},
-    "layout": {"config", "mesh", "params", "models", "pipeline", "metrics"},
-    "check": {"config", "mesh", "params", "models", "pipeline", "layout", "data", "checkpoint"},
-    "plan": {
-        "config",
-        "mesh",
-        "params",
-        "attention",
-        "products",
-        "models",
-        "pipeline",
-        "optim",
-        "metrics",
-        "layout",
-        "step",
-    },
-    "details": {"config", "mesh", "comm", "layout", "pipeline", "optim", "metrics"},
-    "step": {
-        "details",
-        "config",
-        "mesh",
-        "comm",
-        "params",
-        "layout",
-        "elementwise",
-        "models",
-        "pipeline",
-        "optim",
-        "checkpoint",
-    },
-    "validation": {"mesh", "comm", "step"},
-    "start": {"config", "mesh", "layout", "step", "checkpoint", "convert"},
-    "stage_costs": {"*", "launch"},
-    "timeline": {"config", "layout", "pipeline", "stage_costs", "launch"},
-    "trainer": {"*", "launch"},
-    "convert": {"config", "mesh", "params", "models", "checkpoint"},
+    "parallel": set(),
+    "ops": {"parallel", "config.model"},
+    "models": {"parallel", "ops", "config.model"},
+    "pipeline": {"parallel"},
+    "optim": {"parallel", "ops"},
+    "checkpoint": {"parallel"},
+    "data": {"config", "parallel"},
+    "metrics": {"config", "parallel", "models.flops"},
+    "convert": {"config", "parallel", "models", "checkpoint"},
+    "training.topology": {"config", "parallel", "models", "pipeline"},
+    "check": {"config", "parallel", "models", "pipeline", "data", "checkpoint", "training.topology"},
+    "training": {"*", "launch"},
+    "training.trainer": {"*", "launch"},
+    "plan": {"config", "parallel", "ops", "models", "pipeline", "optim", "metrics", "training", "launch"},
     "generate": {"*", "launch"},
     "report": {"*", "launch"},
-    "launch": {"*", "trainer", "check"},
-    "cli": {"*", "trainer", "launch", "check"},
+    "launch": {"*", "training.trainer", "check"},
+    "cli": {"*", "training.trainer", "launch", "check"},
 }
-ONLY_WHEN_NAMED = {"trainer", "cli", "launch", "check"}  # what "*" leaves out: the entry points and what they start
+ONLY_WHEN_NAMED = {"training.trainer", "cli", "launch", "check"}  # what "*" leaves out: entry points, what they start
 
 TORCH_FREE = [
     "nanotron",
     "nanotron.errors",
     "nanotron.batch",
     "nanotron.config",
-    "nanotron.mesh",
-    "nanotron.params",
-    "nanotron.layout",
+    "nanotron.parallel.mesh",
+    "nanotron.parallel.params",
+    "nanotron.training.topology",
     "nanotron.models.specs",
     "nanotron.pipeline.schedules",
     "nanotron.pipeline.simulate",
     "nanotron.pipeline.split",
     "nanotron.data.probe",
-    "nanotron.timeline",
+    "nanotron.plan.timeline",
     "nanotron.report",
     "nanotron.check",
     "nanotron.cli",
@@ -130,20 +96,21 @@ def walk(node: ast.AST, runs: bool) -> Iterator[tuple[ast.AST, bool]]:
 
 
 def part_of(path: Path, root: Path = PACKAGE) -> str:
-    """The part of the house a file belongs to: `models/llama.py` -> models, `mesh.py` -> mesh."""
-    return path.relative_to(root).parts[0].removesuffix(".py")
+    """A file's line of the table: `models/decoder.py` -> models, `training/trainer.py` -> training.trainer."""
+    names = path.relative_to(root).with_suffix("").parts[:2]
+    return ".".join(names) if ".".join(names) in MAY_IMPORT else names[0]
 
 
 def is_allowed(part: str, module: str) -> bool:
     """Whether a file of `part` may import the module `nanotron.…`."""
     names = module.split(".")[1:]
-    target = names[0] if names else ""
-    if target in {"", part} or target in EVERYONE_MAY:
+    room, dotted = names[0] if names else "", ".".join(names[:2])
+    target, allowed = dotted if dotted in MAY_IMPORT else room, MAY_IMPORT[part]
+    if target in ONLY_WHEN_NAMED:
+        return target == part or target in allowed
+    if room in {"", part} | EVERYONE_MAY or {room, dotted} & allowed:
         return True
-    allowed = MAY_IMPORT[part]
-    if "*" in allowed and target in MAY_IMPORT and target not in ONLY_WHEN_NAMED:
-        return True
-    return target in allowed or ".".join(names[:2]) in allowed
+    return "*" in allowed and target in MAY_IMPORT
 
 
 def sources() -> list[Path]:
@@ -189,18 +156,21 @@ def test_the_rules_catch_what_they_forbid(tmp_path: Path) -> None:
     path.write_text(
         "from typing import TYPE_CHECKING\n"
         "import transformers\n"
-        "from nanotron import comm, pipeline\n"
+        "from nanotron import parallel, pipeline\n"
         "from nanotron.config.model import LlamaConfig\n"
         "from ..config import Config\n"
         "if TYPE_CHECKING:\n"
         "    import datasets\n"
         "def late():\n"
-        "    from nanotron.trainer import train\n"
+        "    from nanotron.training.trainer import train\n"
         "    import wandb\n"
     )
     found = list(imports_of(path, tmp_path))
     refused = [module for module, _, _ in found if module.startswith("nanotron") and not is_allowed("models", module)]
-    assert refused == ["nanotron.pipeline", "nanotron.config.Config", "nanotron.trainer.train"]
+    assert refused == ["nanotron.pipeline", "nanotron.config.Config", "nanotron.training.trainer.train"]
     assert [module for module, _, runs in found if runs and module in NEVER_AT_MODULE_LEVEL] == ["transformers"]
-    assert is_allowed("launch", "nanotron.trainer.train")
-    assert not is_allowed("generate", "nanotron.trainer.train")
+    assert is_allowed("launch", "nanotron.training.trainer.train")
+    assert not is_allowed("generate", "nanotron.training.trainer.train")
+    assert is_allowed("check", "nanotron.training.topology.mesh_axes")
+    assert not is_allowed("check", "nanotron.training.step.Training")
+    assert not is_allowed("training.topology", "nanotron.training.step.Training")

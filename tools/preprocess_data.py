@@ -14,8 +14,8 @@ import argparse
 import os
 import sys
 
-from nanotron.data.command import run_tokenize
-from nanotron.data.documents import HubDataset
+from nanotron.data.sources.documents import HubDataset
+from nanotron.data.tokenize.command import run_tokenize
 from nanotron.errors import ConfigError
 
 

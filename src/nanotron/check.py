@@ -19,12 +19,12 @@ from nanotron.config.messages import nearest, show
 from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
 from nanotron.data.probe import empty_documents, model_vocab_size, probe_stages
 from nanotron.errors import ConfigError
-from nanotron.layout import layers_of_stages, parameter_specs, pipeline_schedule
 from nanotron.logging import human_format
-from nanotron.models.existing_names import matching
+from nanotron.models.hf_nanotron_names import matching
 from nanotron.models.specs import llama_specs
 from nanotron.pipeline.custom import find_problems, is_custom
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
+from nanotron.training.topology import layers_of_stages, parameter_specs, pipeline_schedule
 
 PROBES: list[Rule] = []
 """Questions that look beyond the config: at schedules and parameters."""

@@ -227,7 +227,7 @@ def timeline(
 ) -> None:
     """Draw when every pipeline action of a run will happen, and when it did."""
     from nanotron.check import check as checked
-    from nanotron.timeline import as_csv, predict
+    from nanotron.plan.timeline import as_csv, predict
 
     config = checked(config_file, [*override, "checkpoints.resume_checkpoint_path=null"])  # nothing is resumed here
     picture = predict(config, costs=costs, transfer=transfer, schedules=schedule, run=run, step=step)
@@ -274,8 +274,8 @@ def tokenize(
     ] = False,
 ) -> None:
     """Turn text into Nanosets. After a kill, the same command goes on from the shards that were finished."""
-    from nanotron.data.command import prepare_default_corpus, run_tokenize
-    from nanotron.data.documents import HubDataset
+    from nanotron.data.sources.documents import HubDataset
+    from nanotron.data.tokenize.command import prepare_default_corpus, run_tokenize
 
     if stdlib:
         prepare_default_corpus(output)

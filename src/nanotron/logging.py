@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 
 ROOT = "nanotron"
 SUFFIXES = ("", "K", "M", "B", "T", "P", "E")

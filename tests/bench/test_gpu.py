@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import gpu
-from nanotron import elementwise
+from nanotron.ops import fused as elementwise
 
 
 def test_it_refuses_without_an_accelerator(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

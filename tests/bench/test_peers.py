@@ -26,8 +26,8 @@ from bench.ours import config_of
 from bench.peers.pipelining import layers_of_stages
 from bench.runner import Running
 from bench.shapes import SHAPES
-from nanotron.layout import layers_of_stages as our_layers_of_stages
 from nanotron.metrics.record import step_line
+from nanotron.training.topology import layers_of_stages as our_layers_of_stages
 
 
 @pytest.mark.parametrize("shape", ["reference", "wide", "long"])

@@ -9,8 +9,8 @@ from itertools import product
 import torch
 
 from nanotron.checkpoint.format import Piece
-from nanotron.mesh import Mesh
-from nanotron.params import Box, Init, ParamSpec, flat_range_boxes
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import Box, Init, ParamSpec, flat_range_boxes
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

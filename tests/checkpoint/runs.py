@@ -12,10 +12,10 @@ import torch
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.write import Saver
 from nanotron.config import get_config_from_dict
-from nanotron.layout import mesh_axes
-from nanotron.mesh import Mesh
-from nanotron.step import Training
-from nanotron.trainer import train
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
+from nanotron.training.topology import mesh_axes
+from nanotron.training.trainer import train
 from tests.checkpoint.read_checkpoint import read_tensor
 
 KEPT = ("step", "lm_loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens")

@@ -14,7 +14,7 @@ import xxhash
 
 from nanotron.checkpoint.format import Damaged, Index, Piece, header_bytes, parse_header
 from nanotron.checkpoint.write import Saver
-from nanotron.params import Box
+from nanotron.parallel.params import Box
 from tests.checkpoint.read_checkpoint import read_tensor
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "checkpoint-format.md"

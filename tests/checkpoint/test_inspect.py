@@ -11,7 +11,7 @@ from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.inspect import inspect_checkpoint, is_checkpoint
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError
-from nanotron.params import Box
+from nanotron.parallel.params import Box
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
-from nanotron.params import Box
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import Box
 from tests.checkpoint.layouts import MOMENTS, globals_of, pieces_of, spec, wrong_pieces
 
 KINDS = ("weight", *MOMENTS)
@@ -195,7 +195,7 @@ def test_a_rank_s_memory_grows_by_what_it_loads_and_not_by_the_file(tmp_path: Pa
         "import re, sys, torch\n"
         "from nanotron.checkpoint.format import Piece\n"
         "from nanotron.checkpoint.read import load\n"
-        "from nanotron.params import Box\n"
+        "from nanotron.parallel.params import Box\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024\n"
         f"shape, box = ({rows}, 16 << 10), Box((100, 0), ({part}, 16 << 10))\n"
         "before = peak()\n"

@@ -17,7 +17,7 @@ from nanotron.checkpoint.resume import agree_resume, find_resume, newest_complet
 from nanotron.checkpoint.storage import RemoteFolder, open_folder
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from tests.checkpoint.layouts import globals_of, pieces_of, spec, wrong_pieces
 
 SPECS = [spec("a", (65, 8), (("tp", 0),)), spec("b", (2, 6, 8), (("tp", 1),)), spec("c", (5,))]

@@ -24,7 +24,7 @@ from nanotron.checkpoint.storage import open_folder
 from nanotron.checkpoint.verify import damaged_files
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError
-from nanotron.params import Box
+from nanotron.parallel.params import Box
 
 
 def save_steps(path: Path, *steps: int, **options: int) -> Saver:

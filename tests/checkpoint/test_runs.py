@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from nanotron import trainer
 from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.storage import LocalFolder
 from nanotron.checkpoint.write import Saver
 from nanotron.config import get_config_from_dict
-from nanotron.data.prepare import prepare_data
-from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
+from nanotron.data.tokenize.prepare import prepare_data
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
-from nanotron.step import ControlWord, Outcome
+from nanotron.training import trainer
+from nanotron.training.step import ControlWord, Outcome
 from tests.checkpoint.runs import different, metrics_of, run, save_again, tensors_of, values_of
 from tests.convert.models import save_hugging_face
 

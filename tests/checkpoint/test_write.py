@@ -19,7 +19,7 @@ from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume, newest_complete
 from nanotron.checkpoint.storage import LocalFolder
 from nanotron.checkpoint.write import Saver
-from nanotron.params import Box
+from nanotron.parallel.params import Box
 
 
 class FaultyFolder(LocalFolder):

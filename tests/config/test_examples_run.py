@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanotron.check import check
-from nanotron.layout import parameter_specs
+from nanotron.training.topology import parameter_specs
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

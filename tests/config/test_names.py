@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanotron.config import LlamaConfig
-from nanotron.models.existing_names import existing_name, matching
+from nanotron.models.hf_nanotron_names import existing_name, matching
 from nanotron.models.specs import llama_specs
 
 NAMES = list(

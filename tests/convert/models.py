@@ -10,9 +10,9 @@ import torch
 from nanotron.batch import Batch
 from nanotron.checkpoint.format import Piece
 from nanotron.config.model import ModelConfig
-from nanotron.mesh import Mesh
-from nanotron.models.llama import Llama
+from nanotron.models.decoder import Llama
 from nanotron.models.specs import llama_specs
+from nanotron.parallel.mesh import Mesh
 
 SHAPE = {
     "hidden_size": 32,

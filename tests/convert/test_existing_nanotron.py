@@ -13,8 +13,8 @@ from nanotron.checkpoint.read import load
 from nanotron.convert.importing import import_weights, parse_model_config, read_model_config
 from nanotron.convert.sources import load_weights
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
 from nanotron.models.specs import llama_specs
+from nanotron.parallel.mesh import Mesh
 from tests.convert.models import weight_pieces
 
 LLAMA = {

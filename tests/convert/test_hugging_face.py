@@ -20,9 +20,9 @@ from nanotron.convert.exporting import export_hf
 from nanotron.convert.importing import import_weights, parse_model_config, read_model_config
 from nanotron.convert.sources import load_weights
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
-from nanotron.models.hf import model_config_from_hf
-from nanotron.params import Box
+from nanotron.models.hf_config import model_config_from_hf
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import Box
 from tests.convert.models import MODELS, SHAPE, hugging_face_model, logits_of, save_hugging_face, weight_pieces
 
 TOKENS = torch.randint(0, 67, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -5,7 +5,7 @@ import struct
 import numpy as np
 
 from nanotron.config import get_config_from_dict
-from nanotron.data.nanoset_writer import NanosetWriter
+from nanotron.data.tokenize.nanoset_writer import NanosetWriter
 
 
 def write_nanoset(folder, documents, *, number=0, token_bytes=2):

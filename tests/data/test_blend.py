@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotron.data.blend import RESOLUTION, Blend, earliest_deadline_owners, round_weights
+from nanotron.data.order.blend import RESOLUTION, Blend, earliest_deadline_owners, round_weights
 from nanotron.errors import ConfigError
 
 weight_lists = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)

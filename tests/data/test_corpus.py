@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nanotron.data import corpus
-from nanotron.data.token_files import open_token_files
-from nanotron.data.tokenizer import END_OF_TEXT, load_tokenizer, vocab_size
+from nanotron.data.sources.token_files import open_token_files
+from nanotron.data.tokenize import corpus
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, vocab_size
 
 
 @pytest.fixture

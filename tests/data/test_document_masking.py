@@ -5,8 +5,8 @@ import torch
 
 from nanotron.batch import IGNORED_LABEL
 from nanotron.data.feed import Feed
-from nanotron.mesh import Mesh
-from nanotron.step import Training
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
 from tests.data.fixtures import make_config, write_nanoset
 
 

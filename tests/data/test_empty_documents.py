@@ -3,10 +3,10 @@
 import pytest
 
 from nanotron.check import examine
-from nanotron.data import empty_documents
-from nanotron.data.empty_documents import first_empty_document
-from nanotron.data.token_files import open_token_files
-from nanotron.data.windows import TokenWindows
+from nanotron.data.order.windows import TokenWindows
+from nanotron.data.sources import empty_documents
+from nanotron.data.sources.empty_documents import first_empty_document
+from nanotron.data.sources.token_files import open_token_files
 from tests.data.fixtures import write_megatron, write_nanoset
 
 LINE = "has no tokens; empty documents are skipped"

@@ -10,7 +10,7 @@ import torch
 from nanotron.batch import IGNORED_LABEL
 from nanotron.data.feed import EndOfData, Feed
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from tests.data.fixtures import make_config, random_documents, write_nanoset
 
 CPU = torch.device("cpu")

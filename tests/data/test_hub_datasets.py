@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from nanotron.batch import IGNORED_LABEL
-from nanotron.data.chat import ChatTemplate
 from nanotron.data.feed import Feed
-from nanotron.data.prepare import prepare_data
-from nanotron.data.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
+from nanotron.data.tokenize.chat import ChatTemplate
+from nanotron.data.tokenize.prepare import prepare_data
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from tests.data.fixtures import make_config
 
 TEXTS = [f"text number {number} says " + "hello there " * (number % 5 + 1) for number in range(60)]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotron.data.nanoset import NanosetFile, open_nanoset_file
-from nanotron.data.token_files import open_token_files
-from nanotron.data.windows import TokenWindows
+from nanotron.data.order.windows import TokenWindows
+from nanotron.data.sources.nanoset import NanosetFile, open_nanoset_file
+from nanotron.data.sources.token_files import open_token_files
 from nanotron.errors import ConfigError
 from tests.data.fixtures import random_documents, write_nanoset
 
@@ -161,9 +161,9 @@ def test_a_folder_without_token_files_says_what_was_looked_for_and_found(tmp_pat
 SPARSE = """
 import resource, sys, time
 import numpy as np
-from nanotron.data.token_files import open_token_files
-from nanotron.data.windows import TokenWindows
-from nanotron.data.stage import Stage
+from nanotron.data.sources.token_files import open_token_files
+from nanotron.data.order.windows import TokenWindows
+from nanotron.data.order.stage import Stage
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 before = resident()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotron.data.order import derive_key, permute, permute_in_blocks
+from nanotron.data.order.permutation import derive_key, permute, permute_in_blocks
 
 
 @given(length=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from nanotron.config import get_config_from_dict
-from nanotron.data.order_changes import order_changes
+from nanotron.data.order.changes import order_changes
 from nanotron.errors import ConfigError
-from nanotron.layout import mesh_axes
-from nanotron.mesh import Mesh
-from nanotron.trainer import train
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.topology import mesh_axes
+from nanotron.training.trainer import train
 from tests.checkpoint.runs import metrics_of, values_of
 from tests.data.fixtures import make_config
 from tests.data.test_stream import EXAMPLES

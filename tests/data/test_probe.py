@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from nanotron.data.fingerprint import fingerprint_changes, fingerprint_files
 from nanotron.data.probe import model_vocab_size, probe_stages
+from nanotron.data.sources.fingerprint import fingerprint_changes, fingerprint_files
 from nanotron.errors import ConfigError
 from tests.data.fixtures import make_config, random_documents, write_nanoset
 from tests.data.test_feed import make_feed, stage
@@ -144,7 +144,7 @@ def test_one_weight_and_one_mapping_of_arguments_is_needed_for_each_source():
 def test_probing_imports_neither_torch_nor_transformers(nanoset):
     script = (
         "import sys\nfrom nanotron.config import get_config_from_dict\nfrom nanotron.data.probe import probe_stages\n"
-        "import nanotron.data.sources, nanotron.data.corpus\n"
+        "import nanotron.data.open_stages, nanotron.data.tokenize.corpus\n"
         "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)))"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

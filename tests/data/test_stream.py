@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotron.data.feed import EndOfData, Feed
-from nanotron.data.stream import DocumentStream
-from nanotron.data.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
+from nanotron.data.sources.stream import DocumentStream
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from tests.data.fixtures import make_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "custom_data.py"

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotron.data.feed import Feed
-from nanotron.data.shuffled_stream import ShuffledStream
-from nanotron.data.stream import EndOfData
-from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
+from nanotron.data.sources.shuffled_stream import ShuffledStream
+from nanotron.data.sources.stream import EndOfData
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from tests.data.fixtures import make_config
 from tests.data.test_stream import EXAMPLES, config_for, global_tokens, stream
 
@@ -152,7 +152,7 @@ def test_streamed_hub_data_sets_are_blended_by_weight_and_resumed(tmp_path, monk
     assert first + rest == reference
     assert resumed == whole
     del dataset["streaming"]
-    monkeypatch.setattr("nanotron.data.prepare.CACHE_FOLDER", str(Path("cache")))
+    monkeypatch.setattr("nanotron.data.tokenize.prepare.CACHE_FOLDER", str(Path("cache")))
     assert global_tokens(config(1), 8)[1]["consumed_per_source"] == {"a": {"0:a": 8, "1:b": 24}}
 
 

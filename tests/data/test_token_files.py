@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from nanotron.data.inspect import inspect_dataset, is_dataset
-from nanotron.data.token_files import open_token_files
-from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe, vocab_size
-from nanotron.data.windows import TokenWindows
+from nanotron.data.order.windows import TokenWindows
+from nanotron.data.sources.token_files import open_token_files
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe, vocab_size
 from nanotron.errors import ConfigError
 from tests.data.fixtures import make_config, random_documents, write_megatron, write_nanoset
 from tests.data.test_feed import make_feed, stage

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanotron.data import tokenize_progress
-from nanotron.data.documents import HubDataset, Piece, find_pieces, read_texts
-from nanotron.data.nanoset import read_metadata
-from nanotron.data.nanoset_writer import metadata_text
-from nanotron.data.token_files import open_token_files
-from nanotron.data.tokenize import Job, tokenize
-from nanotron.data.tokenize_progress import TokenizeProgress
-from nanotron.data.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
+from nanotron.data.sources.documents import HubDataset, Piece, find_pieces, read_texts
+from nanotron.data.sources.nanoset import read_metadata
+from nanotron.data.sources.token_files import open_token_files
+from nanotron.data.tokenize import progress as tokenize_progress
+from nanotron.data.tokenize.nanoset_writer import metadata_text
+from nanotron.data.tokenize.progress import TokenizeProgress
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
+from nanotron.data.tokenize.workers import Job, tokenize
 from nanotron.errors import ConfigError
 
 TEXTS = [f"Document {number}: " + "the quick brown fox, naïve café 你好 " * (number % 7 + 1) for number in range(300)]
@@ -183,7 +183,7 @@ def test_a_trained_bpe_is_left_beside_the_tokens(tmp_path):
 
 KILLED = """
 import sys
-from nanotron.data.tokenize import Job, tokenize
+from nanotron.data.tokenize.workers import Job, tokenize
 if __name__ == "__main__":
     source, output, tokenizer = sys.argv[1:]
     tokenize(Job([source], output, tokenizer=tokenizer, shard_bytes=40_000))
@@ -301,7 +301,7 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(tmp_path, tokenize
     monkeypatch.setattr(tokenize_progress, "REFRESH_S", 0.001)
     monkeypatch.setattr(tokenize_progress, "LINE_S", 0.0)
     monkeypatch.setattr(tokenize_progress, "SHARD_LINE_S", 0.0)
-    monkeypatch.setattr("nanotron.data.tokenize.BATCH_CHARACTERS", 10_000)
+    monkeypatch.setattr("nanotron.data.tokenize.workers.BATCH_CHARACTERS", 10_000)
     source = write_input(tmp_path / "in", "jsonl", TEXTS * 10)
     tokenize(Job([source], str(tmp_path / "out"), tokenizer=tokenizer, shard_bytes=10**9))
     lines = capsys.readouterr().err.splitlines()

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from nanotron.data.feed import Feed
-from nanotron.layout import mesh_axes, tied_stages
-from nanotron.mesh import Mesh
-from nanotron.step import Training
-from nanotron.validation import validation_loss
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.evaluate import validation_loss
+from nanotron.training.step import Training
+from nanotron.training.topology import mesh_axes, tied_stages
 from tests.data.fixtures import make_config, random_documents, write_nanoset
 
 

@@ -8,7 +8,7 @@ import torch
 from nanotron.generate.decode import Decoder
 from nanotron.generate.sampling import Sampling
 from nanotron.generate.source import open_source
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from tests.generate.tiny import CPU, PROMPTS, decoder_of, made, rank_tokens, training_logits, whole_model
 from tests.pool import Pool
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from nanotron.data.tokenizer import train_bpe
+from nanotron.data.tokenize.tokenizer import train_bpe
 from nanotron.errors import ConfigError
 from nanotron.generate.text import as_json, as_text, read_prompts
 

@@ -15,15 +15,15 @@ from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.write import Saver
 from nanotron.config import get_config_from_dict
-from nanotron.data.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.generate.decode import Decoder
 from nanotron.generate.model import load_model
 from nanotron.generate.sampling import Sampling
 from nanotron.generate.source import Source, laid_out, open_source
-from nanotron.layout import mesh_axes
-from nanotron.mesh import Mesh
-from nanotron.models.llama import Llama
+from nanotron.models.decoder import Llama
 from nanotron.models.specs import llama_specs
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.topology import mesh_axes
 
 TEXT = "import os\nfor name in os.listdir('é€'):\n    print(name)\n" * 20
 CPU = torch.device("cpu")

@@ -130,7 +130,7 @@ def test_a_run_with_nothing_left_to_train_leaves_its_description_as_it_was(folde
 
 
 def test_a_failure_that_cannot_be_recorded_is_still_told(folder: Path) -> None:
-    spoil = "import shutil, nanotron.step\ndef step(*_, **__):\n    shutil.rmtree('run'); open('run', 'w')\n"
+    spoil = "import shutil, nanotron.training.step\ndef step(*_, **__):\n    shutil.rmtree('run'); open('run', 'w')\n"
     spoil += "    raise ValueError('what really went wrong')\nnanotron.step.Training.step = step"
     script = driver(folder, spoil)
     done = call(folder, sys.executable, script, "--config-file", "tiny.yaml", *ONE_RANK)
@@ -147,13 +147,13 @@ def test_a_missing_config_is_the_users_mistake(folder: Path) -> None:
 
 
 FAIL_ON_RANK_TWO = """
-import nanotron.step
-good = nanotron.step.Training.step
+import nanotron.training.step
+good = nanotron.training.step.Training.step
 def step(self, update, *arguments, **options):
     if update == 2 and os.environ["RANK"] == "2":
         raise ValueError("rank two is broken")
     return good(self, update, *arguments, **options)
-nanotron.step.Training.step = step
+nanotron.training.step.Training.step = step
 """
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanotron.mesh import Mesh
 from nanotron.metrics import Metrics
+from nanotron.parallel.mesh import Mesh
 from tests.metrics.test_record import config, values
 
 THIRD = 1 / 3  # has no short decimal

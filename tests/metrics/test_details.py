@@ -14,11 +14,11 @@ import torch
 
 from nanotron.config import Config
 from nanotron.data.feed import Feed
-from nanotron.layout import mesh_axes, parameter_specs
-from nanotron.mesh import Mesh
 from nanotron.metrics.sinks import read_rows
-from nanotron.step import Outcome
-from nanotron.trainer import train
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Outcome
+from nanotron.training.topology import mesh_axes, parameter_specs
+from nanotron.training.trainer import train
 from tests.parity.cases import Case
 from tests.parity.run import config_of, prepare, to_walk
 from tests.pool import Pool
@@ -150,7 +150,7 @@ def test_a_run_records_what_its_measured_steps_tell(tmp_path: Path) -> None:
 def test_measuring_imports_no_compiler() -> None:
     script = (
         "import sys, torch\n"
-        "from nanotron.details import _Waits\n"
+        "from nanotron.training.diagnostics import _Waits\n"
         "before = set(sys.modules)\n"
         "with _Waits(torch.device('cpu')):\n"
         "    torch.ones(2).sum()\n"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from nanotron.logging import get_logger, set_up_logging
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,8 @@ def _restored_logger() -> Iterator[None]:
 
 def said(capsys: pytest.CaptureFixture[str], mesh: Mesh, *, level: str = "info", replica: str = "warning") -> list[str]:
     set_up_logging(level, replica, mesh)
-    get_logger("nanotron.trainer").info("an info")
-    get_logger("nanotron.trainer").warning("a warning")
+    get_logger("nanotron.training.trainer").info("an info")
+    get_logger("nanotron.training.trainer").warning("a warning")
     return [line.partition(" [")[2] for line in capsys.readouterr().out.splitlines()]
 
 

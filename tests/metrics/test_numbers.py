@@ -6,7 +6,7 @@ import pytest
 
 from nanotron.logging import human_duration, human_format
 from nanotron.metrics.devices import find_device, known_devices
-from nanotron.metrics.flops import flops_per_step
+from nanotron.models.flops import flops_per_step
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanotron import products
-from nanotron.attention import LONG, causal_attention
+from nanotron.ops import gemm as products
+from nanotron.ops.attention import LONG, causal_attention
 
 
 def inputs(rows: int, length: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:

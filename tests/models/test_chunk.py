@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotron.attention import causal_attention, document_mask
 from nanotron.batch import IGNORED_LABEL, Batch
-from nanotron.comm import all_reduce
-from nanotron.mesh import Mesh, training_axes
-from nanotron.models.llama import Llama
+from nanotron.models.decoder import Llama
 from nanotron.models.specs import llama_specs
-from nanotron.params import Box
+from nanotron.ops.attention import causal_attention, document_mask
+from nanotron.parallel.comm import all_reduce
+from nanotron.parallel.mesh import Mesh, training_axes
+from nanotron.parallel.params import Box
 from tests.models.tiny import (
     VOCABULARY,
     differing,

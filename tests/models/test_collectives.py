@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanotron import comm
-from nanotron.mesh import Mesh
+from nanotron.parallel import comm
+from nanotron.parallel.mesh import Mesh
 from tests.pool import Pool
 
 SHAPE = (4, 6, 12)  # every dim divides by 1 and 2; the last two also by 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanotron.mesh import Mesh, training_axes
+from nanotron.parallel.mesh import Mesh, training_axes
 from tests.models.tiny import VOCABULARY, tiny_batch, tiny_config, whole_model
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanotron.mesh import Mesh, training_axes
+from nanotron.parallel.mesh import Mesh, training_axes
 from tests.pool import Pool
 
 THREE_D: dict[str, Any] = {"pp": 2, "dp": 2, "cp": 1, "tp": 2}

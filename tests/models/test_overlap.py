@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanotron import layers
-from nanotron.comm import Arrival
-from nanotron.layers import TensorParallel, linear
-from nanotron.mesh import Mesh
-from nanotron.weight_grads import WeightGrads
+from nanotron.ops import linear as layers
+from nanotron.ops.linear import TensorParallel, linear
+from nanotron.ops.weight_grads import WeightGrads
+from nanotron.parallel.comm import Arrival
+from nanotron.parallel.mesh import Mesh
 from tests.pool import Pool
 
 BEGINNINGS = ("begin_all_gather", "begin_reduce_scatter", "begin_all_reduce_")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotron.mesh import Mesh, training_axes
-from nanotron.params import TILE, Box, Init, ParamSpec, draw, flat_range_boxes, intersect
+from nanotron.parallel.mesh import Mesh, training_axes
+from nanotron.parallel.params import TILE, Box, Init, ParamSpec, draw, flat_range_boxes, intersect
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 

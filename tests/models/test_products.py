@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotron import products
+from nanotron.ops import gemm as products
 from nanotron.plan.counting import Counting
 
 

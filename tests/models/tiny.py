@@ -10,9 +10,9 @@ from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.config.model import LlamaConfig, ModelConfig, Qwen2Config, Qwen3Config
-from nanotron.mesh import Mesh
-from nanotron.models.llama import Llama
+from nanotron.models.decoder import Llama
 from nanotron.models.specs import llama_specs
+from nanotron.parallel.mesh import Mesh
 
 VOCABULARY = 257
 FAMILIES: dict[str, type[ModelConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanotron.mesh import Mesh
-from nanotron.params import Box
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import Box
 from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
 
 SPECS = [

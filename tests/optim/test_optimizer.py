@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanotron.mesh import Mesh
 from nanotron.optim.optimizer import SGD, AdamW
+from nanotron.parallel.mesh import Mesh
 from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
 
 SPECS = [matrix("layers.0.mlp.down.weight", 7, 5), norm("norm.weight", 7), matrix("head.weight", 9, 7)]

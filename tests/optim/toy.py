@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotron.mesh import Mesh
+from nanotron.ops.weight_grads import WeightGrads
 from nanotron.optim.buckets import Buckets
-from nanotron.params import Init, ParamSpec
-from nanotron.weight_grads import WeightGrads
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import Init, ParamSpec
 
 
 class ToyChunk:

@@ -8,9 +8,9 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from nanotron import layers
-from nanotron.comm import Arrival
+from nanotron.ops import linear as layers
 from nanotron.optim import buckets
+from nanotron.parallel.comm import Arrival
 from tests.parity.cases import Case
 from tests.parity.run import Trained, train
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.config import Config, get_config_from_dict
 from nanotron.data.feed import Feed
-from nanotron.layout import mesh_axes, tied_stages
-from nanotron.mesh import Mesh
-from nanotron.params import Box
-from nanotron.step import Training
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import Box
+from nanotron.training.step import Training
+from nanotron.training.topology import mesh_axes, tied_stages
 from tests.parity.cases import Case
 from tests.pool import Pool
 

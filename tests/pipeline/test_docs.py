@@ -12,7 +12,7 @@ from nanotron.pipeline.communication import communication
 from nanotron.pipeline.custom import custom_schedule
 from nanotron.pipeline.schedules import SCHEDULE_NAMES, get_schedule
 from nanotron.pipeline.simulate import prove, rendezvous, simulate
-from nanotron.timeline import predict
+from nanotron.plan.timeline import predict
 from tests.pipeline.test_simulate import receives_first
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.schedules import SCHEDULE_NAMES, schedule_problems
 from tests.pipeline.toy import toy_batches, toy_pipeline, toy_schedule, without_pipeline
 from tests.pool import Pool

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
 from nanotron.pipeline.simulate import simulate

@@ -13,13 +13,13 @@ import torch
 
 from nanotron.config import Config, get_config_from_dict
 from nanotron.errors import ConfigError
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.draw import Panel, to_html, to_svg, to_terminal
 from nanotron.pipeline.schedules import get_schedule
 from nanotron.pipeline.timeline import Span, Timeline, execute
 from nanotron.pipeline.trace import costs_of, read_trace, recorder, to_chrome
-from nanotron.timeline import as_csv, predict
-from nanotron.trainer import train
+from nanotron.plan.timeline import as_csv, predict
+from nanotron.training.trainer import train
 from tests.pipeline.toy import toy_batches, toy_pipeline, toy_schedule
 from tests.pool import Pool
 

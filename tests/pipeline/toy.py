@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanotron.layers import TensorParallel, linear
-from nanotron.mesh import Mesh
+from nanotron.ops.linear import TensorParallel, linear
+from nanotron.ops.weight_grads import WeightGrads
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
 from nanotron.pipeline.schedules import Schedule, get_schedule
-from nanotron.weight_grads import WeightGrads
 
 HIDDEN, ROWS, TOKENS = 8, 2, 4
 

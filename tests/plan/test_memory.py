@@ -13,12 +13,12 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from nanotron.batch import Batch
-from nanotron.layout import mesh_axes, tied_stages
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.transport import Parcel, Transport
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.predict import Planner
-from nanotron.step import Training
+from nanotron.training.step import Training
+from nanotron.training.topology import mesh_axes, tied_stages
 from tests.plan.configs import VOCABULARY, small
 from tests.pool import Pool
 

@@ -8,11 +8,11 @@ import torch
 
 from nanotron.batch import Batch
 from nanotron.config import Config
-from nanotron.layout import mesh_axes
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting
 from nanotron.plan.measure import measure_chunk
-from nanotron.step import Held, build_buckets, build_chunks
+from nanotron.training.step import Held, build_buckets, build_chunks
+from nanotron.training.topology import mesh_axes
 
 
 class PerBlock(NamedTuple):

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanotron.batch import Batch
 from nanotron.config import get_config_from_dict
-from nanotron.mesh import Mesh
-from nanotron.step import ControlWord, Training
-from nanotron.trainer import train
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import ControlWord, Training
+from nanotron.training.trainer import train
 from tests.checkpoint.runs import values_of
 from tests.plan.configs import small
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.batch import Batch
-from nanotron.layout import mesh_axes
-from nanotron.mesh import Mesh
-from nanotron.step import Training
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
+from nanotron.training.topology import mesh_axes
 from tests.parity.cases import Case
 from tests.parity.run import config_of, prepare
 from tests.pool import Pool

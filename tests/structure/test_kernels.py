@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from nanotron import products
 from nanotron.batch import Batch
-from nanotron.layout import mesh_axes
-from nanotron.mesh import Mesh
+from nanotron.ops import gemm as products
+from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting
-from nanotron.step import Training
+from nanotron.training.step import Training
+from nanotron.training.topology import mesh_axes
 from tests.plan.configs import small
 from tests.pool import Pool
 from tests.structure.blocks import planned_block, real_block

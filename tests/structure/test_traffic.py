@@ -26,11 +26,11 @@ import torch
 
 from nanotron.config import Config
 from nanotron.data.feed import Feed
-from nanotron.layout import layers_of_stages, mesh_axes, tied_stages
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Traffic
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.predict import Planner
+from nanotron.training.topology import layers_of_stages, mesh_axes, tied_stages
 from tests.parity.cases import Case
 from tests.parity.run import VOCABULARY, config_of, prepare, to_walk
 from tests.pool import Pool

@@ -9,7 +9,7 @@ import xxhash
 
 from nanotron.checkpoint.format import INDEX, Index, StoredBox, StoredFile, StoredTensor, missing_elements
 from nanotron.checkpoint.storage import Folder
-from nanotron.params import Box
+from nanotron.parallel.params import Box
 
 
 def write_index(step: int, folder: Folder, documents: Mapping[str, str], reports: list[dict[str, Any]]) -> None:

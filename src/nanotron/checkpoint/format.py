@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanotron.params import Box
+from nanotron.parallel.params import Box
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ from nanotron.checkpoint.format import ITEM_SIZE, Damaged, Entry, Index, Piece, 
 from nanotron.checkpoint.retention import read_index
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
 from nanotron.errors import ConfigError
-from nanotron.params import Box, intersect
+from nanotron.parallel.params import Box, intersect
 
 DTYPES = {
     "F64": torch.float64,

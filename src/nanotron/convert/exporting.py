@@ -22,8 +22,8 @@ from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import OURS, half_split, kind_of
 from nanotron.convert.tokenizer import copy_tokenizer, read_tokenizer
 from nanotron.errors import ConfigError
-from nanotron.models.hf import hf_config
-from nanotron.models.parts import Part, hugging_face_parts
+from nanotron.models.hf_config import hf_config
+from nanotron.models.hf_tensors import Part, hugging_face_parts
 from nanotron.models.specs import llama_specs
 
 EXPORT_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -23,9 +23,9 @@ from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open_weights
 from nanotron.convert.tokenizer import copy_tokenizer
 from nanotron.errors import ConfigError
-from nanotron.models.hf import model_config_from_hf
+from nanotron.models.hf_config import model_config_from_hf
 from nanotron.models.specs import llama_specs
-from nanotron.params import Box, ParamSpec
+from nanotron.parallel.params import Box, ParamSpec
 
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig

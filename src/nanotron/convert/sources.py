@@ -22,9 +22,9 @@ from nanotron.checkpoint.read import DTYPES, CheckpointTensors, Tensors, fill, r
 from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.storage import Folder, open_folder, read_header, read_text
 from nanotron.errors import ConfigError
-from nanotron.models.parts import Part, existing_nanotron_parts, hugging_face_parts
+from nanotron.models.hf_tensors import Part, existing_nanotron_parts, hugging_face_parts
 from nanotron.models.specs import llama_specs
-from nanotron.params import Box, intersect
+from nanotron.parallel.params import Box, intersect
 
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig

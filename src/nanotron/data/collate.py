@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from nanotron.batch import IGNORED_LABEL
-from nanotron.data.order import Indices
-from nanotron.data.windows import Window
+from nanotron.data.order.permutation import Indices
+from nanotron.data.order.windows import Window
 
 
 class Rows(NamedTuple):

@@ -19,17 +19,17 @@ import torch
 
 from nanotron.batch import Batch
 from nanotron.data.collate import Rows, collate
+from nanotron.data.open_stages import ScheduledStage, build_stages
+from nanotron.data.order.stage import StreamStage
+from nanotron.data.order.windows import Window, empty_window
 from nanotron.data.replica import ReplicaShare
-from nanotron.data.sources import ScheduledStage, build_stages
-from nanotron.data.stage import StreamStage
-from nanotron.data.stream import EndOfData
-from nanotron.data.windows import Window, empty_window
+from nanotron.data.sources.stream import EndOfData
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 
 if TYPE_CHECKING:
     from nanotron.config import Config
-    from nanotron.mesh import Mesh
+    from nanotron.parallel.mesh import Mesh
 
 __all__ = ["EndOfData", "Feed", "StepData"]
 

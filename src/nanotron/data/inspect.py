@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nanotron.data.empty_documents import IndexedFile, first_empty_document
-from nanotron.data.nanoset import read_metadata
-from nanotron.data.order import Indices
-from nanotron.data.token_files import find_token_files, open_token_files
-from nanotron.data.tokenizer import load_tokenizer, tokenizer_file, vocab_size
-from nanotron.data.windows import TokenFile
+from nanotron.data.order.permutation import Indices
+from nanotron.data.order.windows import TokenFile
+from nanotron.data.sources.empty_documents import IndexedFile, first_empty_document
+from nanotron.data.sources.nanoset import read_metadata
+from nanotron.data.sources.token_files import find_token_files, open_token_files
+from nanotron.data.tokenize.tokenizer import load_tokenizer, tokenizer_file, vocab_size
 from nanotron.errors import ConfigError
 from nanotron.logging import human_format
 

@@ -16,15 +16,15 @@ from nanotron.config import (
     SFTDatasetsArgs,
 )
 from nanotron.config.data import AnyDataset
-from nanotron.data.blend import round_weights
-from nanotron.data.corpus import VOCAB_SIZE
-from nanotron.data.custom import reference_problem
-from nanotron.data.empty_documents import IS_EMPTY, first_empty_document
-from nanotron.data.hub_names import hub_datasets
-from nanotron.data.nanoset import NanosetFile, find_nanoset_files, read_metadata
-from nanotron.data.token_files import find_token_files, open_token_files
-from nanotron.data.tokenizer import load_tokenizer, tokenizer_file, vocab_size
-from nanotron.data.windows import TokenFile, TokenWindows
+from nanotron.data.order.blend import round_weights
+from nanotron.data.order.windows import TokenFile, TokenWindows
+from nanotron.data.sources.custom import reference_problem
+from nanotron.data.sources.empty_documents import IS_EMPTY, first_empty_document
+from nanotron.data.sources.hub_names import hub_datasets
+from nanotron.data.sources.nanoset import NanosetFile, find_nanoset_files, read_metadata
+from nanotron.data.sources.token_files import find_token_files, open_token_files
+from nanotron.data.tokenize.corpus import VOCAB_SIZE
+from nanotron.data.tokenize.tokenizer import load_tokenizer, tokenizer_file, vocab_size
 from nanotron.errors import ConfigError
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from nanotron.data.collate import Rows
-from nanotron.data.stream import EndOfData
+from nanotron.data.sources.stream import EndOfData
 
 if TYPE_CHECKING:
-    from nanotron.mesh import Mesh
+    from nanotron.parallel.mesh import Mesh
 
 
 class ReplicaShare:

@@ -25,8 +25,8 @@ from nanotron.launch.host import exit_code, start_workers, watch_workers
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
 from nanotron.launch.run import leave
-from nanotron.layout import mesh_axes
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.topology import mesh_axes
 
 DEFAULT_PROMPTS = ("def ", "import os")  # of run_generate.py, as its users know it without prompts
 TIMEOUT = timedelta(minutes=10)

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
-from nanotron.comm import all_gather
 from nanotron.generate.sampling import Sampling, choose
-from nanotron.mesh import Mesh
 from nanotron.models.cache import LayerCache, new_cache
-from nanotron.models.llama import Llama
+from nanotron.models.decoder import Llama
+from nanotron.parallel.comm import all_gather
+from nanotron.parallel.mesh import Mesh
 
 
 class Decoder:

@@ -8,9 +8,9 @@ import torch
 
 from nanotron.checkpoint.format import Piece
 from nanotron.convert.sources import load_weights
-from nanotron.layout import layers_of_stages, parameter_specs
-from nanotron.mesh import Mesh
-from nanotron.models.llama import Llama
+from nanotron.models.decoder import Llama
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.topology import layers_of_stages, parameter_specs
 
 if TYPE_CHECKING:
     from nanotron.config import Config

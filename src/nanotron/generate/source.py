@@ -18,7 +18,7 @@ from nanotron.convert.importing import DTYPE_NAMES, read_model_config, starter_c
 from nanotron.convert.sources import OURS, Found, kind_of, open_weights
 from nanotron.convert.tokenizer import read_tokenizer
 from nanotron.data.probe import tokenizer_name
-from nanotron.data.tokenizer import end_of_document_token, load_tokenizer
+from nanotron.data.tokenize.tokenizer import end_of_document_token, load_tokenizer
 from nanotron.errors import ConfigError
 from nanotron.models.specs import FINAL_NORM
 

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from nanotron.data.probe import tokenizer_name
-from nanotron.data.tokenizer import tokenizer_file
+from nanotron.data.tokenize.tokenizer import tokenizer_file
 from nanotron.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
     from nanotron.config import Config
-    from nanotron.mesh import Mesh
+    from nanotron.parallel.mesh import Mesh
 
 PACKAGES = ("nanotron", "torch", "numpy", "pydantic", "safetensors", "tokenizers")
 

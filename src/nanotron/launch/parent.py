@@ -46,7 +46,7 @@ def train(
     tail = Tail(run_dir / "metrics.jsonl", only_new_file=True)
     live = not plain and sys.stdout.isatty()
     started = time.time()
-    importlib.import_module("nanotron.trainer")  # once, for all ranks that are forked
+    importlib.import_module("nanotron.training.trainer")  # once, for all ranks that are forked
     workers = start_workers(config.parallelism.world_size, argv, piped=live, entry=run_train)
     with _shown(config, tail, workers) as refresh:
         grace = config.checkpoints.preempt_grace_s + SAVE_MARGIN_S

@@ -2,7 +2,7 @@
 
 1  the config, checked before torch is imported: a mistake costs half a second and is printed once
 2  threads, device, the store through which ranks agree, process groups with a timeout each
-3  nanotron.trainer.train
+3  nanotron.training.trainer.train
 4  a clean end: groups taken down; or a record of the failure, and a last line that names who failed first
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from nanotron.config import Config
-    from nanotron.mesh import Mesh
+    from nanotron.parallel.mesh import Mesh
 
 logger = get_logger(__name__)
 
@@ -123,7 +123,7 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
         if place.rank == 0:
             for notice in notices:
                 logger.info(notice)
-        from nanotron.trainer import train
+        from nanotron.training.trainer import train
 
         code = train(
             config,
@@ -152,9 +152,9 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     """Threads, data that is made on the spot, device, process groups, mesh."""
     import torch
 
-    from nanotron.data.prepare import may_stream, prepare_data
-    from nanotron.layout import mesh_axes, tied_stages
-    from nanotron.mesh import Mesh
+    from nanotron.data.tokenize.prepare import may_stream, prepare_data
+    from nanotron.parallel.mesh import Mesh
+    from nanotron.training.topology import mesh_axes, tied_stages
 
     general, mesh = config.general, Mesh(mesh_axes(config), place.rank)
     set_up_logging(config.logging.log_level, config.logging.log_level_replica, mesh)

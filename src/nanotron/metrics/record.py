@@ -9,13 +9,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from nanotron.logging import get_logger, human_duration, human_format
-from nanotron.mesh import Mesh
 from nanotron.metrics.columns import FULLEST_RANK, FULLEST_RANK_GIB, MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS
 from nanotron.metrics.devices import find_device
-from nanotron.metrics.flops import flops_per_step
 from nanotron.metrics.memory import memory_gib
 from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases, read_rows
 from nanotron.metrics.spikes import LossSpikes
+from nanotron.models.flops import flops_per_step
+from nanotron.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     import torch

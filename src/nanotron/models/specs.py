@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import TYPE_CHECKING
 
-from nanotron.params import Init, ParamSpec
+from nanotron.parallel.params import Init, ParamSpec
 
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig

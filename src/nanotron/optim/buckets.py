@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from nanotron.comm import all_reduce_, start_all_gather, start_all_reduce, start_reduce_scatter
-from nanotron.mesh import Mesh
-from nanotron.params import Box, ParamSpec, flat_range_boxes
-from nanotron.weight_grads import WeightGrads
+from nanotron.ops.weight_grads import WeightGrads
+from nanotron.parallel.comm import all_reduce_, start_all_gather, start_all_reduce, start_reduce_scatter
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import Box, ParamSpec, flat_range_boxes
 
 _NORM_ROW = 1024  # elements
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanotron.optim.buckets import Bucket, Buckets
-from nanotron.params import Box, ParamSpec
+from nanotron.parallel.params import Box, ParamSpec
 
 
 class StateEntry(NamedTuple):

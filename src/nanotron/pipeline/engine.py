@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.communication import Exchange, Program, communication
 from nanotron.pipeline.schedules import Action, Schedule, forward_only
 from nanotron.pipeline.simulate import prove, rendezvous

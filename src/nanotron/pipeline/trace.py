@@ -18,7 +18,7 @@ from nanotron.errors import ConfigError
 from nanotron.pipeline.timeline import Span, StageCost, Timeline
 
 if TYPE_CHECKING:
-    from nanotron.mesh import Mesh
+    from nanotron.parallel.mesh import Mesh
     from nanotron.pipeline.engine import Pipeline
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanotron.mesh import Mesh
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.communication import Exchange, Transfer
 from nanotron.pipeline.timeline import Message
 

@@ -16,8 +16,9 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nanotron import attention, products
-from nanotron.mesh import AxisSizes, Mesh
+from nanotron.ops import attention
+from nanotron.ops import gemm as products
+from nanotron.parallel.mesh import AxisSizes, Mesh
 from nanotron.plan.counting import Counting
 
 

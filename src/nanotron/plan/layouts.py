@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanotron.config.rules import RULES
 from nanotron.errors import ConfigError
-from nanotron.layout import layers_of_stages
 from nanotron.pipeline.custom import find_problems
+from nanotron.training.topology import layers_of_stages
 
 if TYPE_CHECKING:
     from nanotron.config import Config

@@ -17,13 +17,20 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from nanotron.batch import Batch
-from nanotron.layout import mesh_axes, tied_stages
-from nanotron.models.llama import Llama
+from nanotron.models.decoder import Llama
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.plan.counting import Counting, Work
 from nanotron.plan.fakes import FakeMesh, counting
-from nanotron.step import ControlWord, Held, begin_to_count_targets, build_buckets, build_chunks, build_optimizer
+from nanotron.training.step import (
+    ControlWord,
+    Held,
+    begin_to_count_targets,
+    build_buckets,
+    build_chunks,
+    build_optimizer,
+)
+from nanotron.training.topology import mesh_axes, tied_stages
 
 if TYPE_CHECKING:
     from nanotron.config import Config

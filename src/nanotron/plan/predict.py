@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanotron.layout import mesh_axes, pipeline_schedule
-from nanotron.mesh import Mesh
-from nanotron.metrics.flops import flops_per_step
+from nanotron.models.flops import flops_per_step
+from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.communication import Program
 from nanotron.pipeline.schedules import Schedule
 from nanotron.pipeline.simulate import prove
@@ -18,7 +17,8 @@ from nanotron.plan.counting import Traffic, Work
 from nanotron.plan.hardware import Cluster
 from nanotron.plan.measure import ChunkCounts, Measurements, StateCounts
 from nanotron.plan.memory import RankMemory, rank_memory
-from nanotron.step import Held, held_by
+from nanotron.training.step import Held, held_by
+from nanotron.training.topology import mesh_axes, pipeline_schedule
 
 if TYPE_CHECKING:
     from nanotron.config import Config

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nanotron.layout import mesh_axes, parameter_specs
 from nanotron.logging import human_duration, human_format
-from nanotron.mesh import Mesh
 from nanotron.metrics.memory import GIB
+from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Traffic
 from nanotron.plan.fixes import Fix
 from nanotron.plan.layouts import written
 from nanotron.plan.predict import Plan, RankPlan
 from nanotron.plan.search import Found
+from nanotron.training.topology import mesh_axes, parameter_specs
 
 SHOWN = 6  # pipeline ranks; of more, the ends and the worst
 

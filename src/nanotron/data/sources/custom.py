@@ -1,0 +1,172 @@
+"""A user's own data: a Python function named in the config (examples/custom_data.py shows one).
+
+    data: {dataset: {python: "examples/custom_data.py:counting", arguments: {step: 3}}}
+
+It returns either an iterable of documents, each a text or a sequence of token ids, read as a stream; or an object with
+__len__ and __getitem__ whose items are rows of sequence_length + 1 token ids, read in shuffled order like a token file.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from nanotron.config import CustomDatasetArgs
+from nanotron.data.order.windows import Window, token_array
+from nanotron.errors import ConfigError
+
+
+def custom_functions(dataset: CustomDatasetArgs) -> list[tuple[str, dict[str, Any]]]:
+    """Each function that a data set names, with its keyword arguments."""
+    arguments = dataset.arguments
+    if isinstance(arguments, dict):
+        return [(reference, arguments) for reference in dataset.python]
+    return list(zip(dataset.python, arguments, strict=True))
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """The function that `file.py:function` or `package.module:function` names."""
+    place, separator, name = reference.rpartition(":")
+    if not separator or not name.isidentifier():
+        raise ConfigError(f"python: {reference!r} is not of the form file.py:function or module:function")
+    if place.endswith(".py"):
+        if not os.path.isfile(place):
+            raise ConfigError(f"python: {reference!r} names no file; relative paths start at the working directory")
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"python: {reference!r} cannot be imported: {error}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"python: {place} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def call_function(reference: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """What the function returns; arguments that do not fit it, or no data, are the user's mistake."""
+    try:
+        signature(function).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"python: {reference} {error}; dataset.arguments gives it {dict(arguments)}") from None
+    except ValueError:
+        pass  # written in C, without a signature: the call itself tells
+    data = function(**arguments)
+    if not is_indexed(data) and not isinstance(data, Iterable):
+        raise ConfigError(
+            f"python: {reference} returns {type(data).__name__}; an iterable of documents, or an object with __len__ "
+            "and __getitem__, is needed"
+        )
+    return data
+
+
+def reference_problem(reference: str) -> str | None:
+    """Why `load_function` would refuse a reference, as far as can be told without running the user's code."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name.isidentifier():
+        return f"{reference} is not of the form file.py:function or module:function; write it so"
+    try:
+        path = place if place.endswith(".py") else _source_of(place)
+    except ModuleNotFoundError as error:
+        return f"{reference} names no module: there is no {error.name}; {_fix(place)}"
+    if path is None:
+        return None
+    if not os.path.isfile(path):
+        return f"{reference} names no file; give the path of one that exists, from the working directory"
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (SyntaxError, ValueError) as error:
+        return f"{reference} cannot be read: {path} is not Python ({error}); correct the file"
+    if {name, "*", "__getattr__"} & _names_in(tree):
+        return None
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    fix = f"name one of {', '.join(functions)}" if functions else "define it there"
+    return f"{reference} is refused: {path} has no function {name}; {fix}"
+
+
+def _source_of(module: str) -> str | None:
+    """The file of a module's source, found without importing anything of it; raises ModuleNotFoundError.
+
+    None where only an import can tell: a module without source, or one that another makes as it runs.
+    """
+    if module in sys.modules:
+        return None
+    path, origin = None, None
+    names = module.split(".")
+    for end in range(1, len(names) + 1):
+        part = ".".join(names[:end])
+        found = find_spec(part) if end == 1 else PathFinder.find_spec(part, path)
+        if found is None:
+            raise ModuleNotFoundError(name=part)
+        path, origin = found.submodule_search_locations, found.origin
+        if path is None and end < len(names):
+            return None
+    return origin if origin and origin.endswith(".py") else None
+
+
+def _fix(module: str) -> str:
+    file = f"{module.replace('.', '/')}.py"
+    if os.path.isfile(file):
+        return f"to use the file here, write {file}:function"
+    return "install it, put its folder into PYTHONPATH, or write file.py:function"
+
+
+def _names_in(tree: ast.Module) -> set[str]:
+    """Every name that a file's code may bind at its top level, `*` for those of a star import; rather too many."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+    return names
+
+
+def is_indexed(data: object) -> bool:
+    """Whether the rows of a user's data can be asked for by number."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
+class CustomRows:
+    """An indexed source over a user's rows."""
+
+    def __init__(self, name: str, rows: Sequence[Sequence[int]], sequence_length: int, *, vocab_size: int) -> None:
+        self.name = name
+        self._rows = rows
+        self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
+        if len(rows) == 0:
+            raise ConfigError(f"{name} gives no rows")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def window(self, index: int) -> Window:
+        """Row number `index`, checked for its length and its token ids."""
+        tokens = token_array(self._rows[index], f"{self.name}: row {index}", self._vocab_size)
+        if tokens.shape != (self._sequence_length + 1,):
+            raise ConfigError(
+                f"{self.name}: row {index} has {len(tokens)} token ids; sequence_length + 1 = "
+                f"{self._sequence_length + 1} are needed"
+            )
+        return Window(tokens, starts=None)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The number of rows."""
+        return {"windows": len(self._rows)}

@@ -1,0 +1,57 @@
+"""What `nanotron tokenize` and `tools/preprocess_data.py` do with their arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from nanotron.data.sources.documents import HubDataset
+from nanotron.data.tokenize.corpus import CORPUS_FOLDER, is_prepared, prepare_corpus
+from nanotron.data.tokenize.tokenizer import load_tokenizer, vocab_size
+from nanotron.errors import ConfigError
+from nanotron.logging import human_format
+
+
+def prepare_default_corpus(folder: str | None) -> None:
+    """Prepare the embedded corpus unless it is there, and say which."""
+    folder = folder or CORPUS_FOLDER
+    known = is_prepared(folder)
+    prepare_corpus(folder)
+    print(f"{folder}: the embedded corpus {'is already tokenized' if known else 'has been tokenized'}")
+
+
+def run_tokenize(
+    inputs: Sequence[str],
+    output: str | None,
+    *,
+    tokenizer: str | None = None,
+    train_bpe: int | None = None,
+    eos: str | None = None,
+    append_eos: bool = True,
+    column: str = "text",
+    hub: HubDataset | None = None,
+    workers: int | None = None,
+) -> None:
+    """Tokenize and print one line of totals, and one about empty documents if there were any."""
+    from nanotron.data.tokenize.workers import Job, tokenize
+
+    if not inputs or output is None:
+        raise ConfigError("name at least one input and --output FOLDER, or use --stdlib for the embedded corpus")
+    workers = workers or os.cpu_count() or 1
+    job = Job(inputs, output, tokenizer, train_bpe, eos, append_eos, column, hub or HubDataset(), workers)
+    summary = tokenize(job)
+    resumed = f", {summary.resumed_shards} of them from before" if summary.resumed_shards else ""
+    documents = f"{human_format(summary.documents)} document{'s' if summary.documents != 1 else ''}"
+    shards = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
+    shortfall = _shortfall(output, train_bpe)
+    print(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}{shortfall}")
+    if summary.left_out:
+        print(f"{output}: {summary.left_out}")
+
+
+def _shortfall(output: str, train_bpe: int | None) -> str:
+    """What the line says when the texts hold too few pairs for a BPE of the size that was asked for."""
+    if train_bpe is None:
+        return ""
+    size = vocab_size(load_tokenizer(output))
+    return f"; the texts are too few for a BPE of {train_bpe} tokens, it has {size}" if size < train_bpe else ""

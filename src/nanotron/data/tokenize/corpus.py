@@ -1,0 +1,67 @@
+"""The embedded default corpus: text that every machine with Python has, the standard library's own sources.
+
+It is tokenized once, by a byte-level BPE trained on it, into a Nanoset beside its tokenizer. Runs without data_stages
+train on it. Where it lies and how large its vocabulary is are facts known before it exists.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for
+from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
+
+CORPUS_FOLDER = "data/stdlib-bpe4096"
+VOCAB_SIZE = 4096
+
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def corpus_files() -> list[Path]:
+    """The standard library's Python sources in a fixed order, without tests and installed packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
+
+
+def is_prepared(folder: str = CORPUS_FOLDER) -> bool:
+    """Whether the tokenized corpus is there; it appears whole or not at all."""
+    return os.path.isdir(folder)
+
+
+def prepare_corpus(folder: str = CORPUS_FOLDER) -> str:
+    """Tokenize the corpus into `folder` unless it is there; of many processes one does the work, the others wait."""
+    if not is_prepared(folder):
+        with file_lock(f"{folder}.lock"):
+            if not is_prepared(folder):
+                _prepare(folder)
+    return folder
+
+
+def _prepare(folder: str) -> None:
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in corpus_files()]
+    partial = f"{folder}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizer = train_bpe(texts, VOCAB_SIZE)
+    save_tokenizer(tokenizer, partial, eos=END_OF_TEXT)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
+    path = os.path.join(partial, "00000_unshuffled.ds")
+    with NanosetWriter(path, tokenizer=f"{folder}/tokenizer.json", token_bytes=token_bytes_for(VOCAB_SIZE)) as writer:
+        for encoding in tokenizer.encode_batch_fast(texts):
+            writer.write([[*encoding.ids, end]])
+    os.rename(partial, folder)
+
+
+@contextmanager
+def file_lock(path: str) -> Iterator[None]:
+    """Hold the file lock `path`; the kernel lets go of it when the process ends, however it ends."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,142 @@
+"""What has to be on disk before training reads it: the embedded corpus, and tokenized Hugging Face data sets.
+
+Every process may ask for it; under a file lock one does the work and the others find it done. Call it before process
+groups exist, so that no collective's timeout runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from nanotron.config import Config, CustomDatasetArgs, EmbeddedCorpusArgs, PretrainDatasetsArgs, SFTDatasetsArgs
+from nanotron.data.probe import tokenizer_name
+from nanotron.data.sources.documents import HubDataset, open_hub_dataset
+from nanotron.data.sources.hub_names import hub_datasets
+from nanotron.data.tokenize.corpus import file_lock, prepare_corpus
+from nanotron.data.tokenize.tokenizer import end_of_document_token, tokenizer_file
+from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
+
+logger = get_logger(__name__)
+
+CACHE_FOLDER = "data/hf"
+
+
+def prepare_data(config: Config) -> None:
+    """Prepare every data set of the config that is not in token files yet."""
+    for stage in config.data_stages:
+        for dataset in (stage.data.dataset, stage.validation):
+            if isinstance(dataset, EmbeddedCorpusArgs):
+                prepare_corpus(dataset.folder)
+            if isinstance(dataset, PretrainDatasetsArgs) and not dataset.streaming:
+                for name, hub in hub_datasets(dataset):
+                    prepare_hub_dataset(config, dataset, name, hub)
+            if isinstance(dataset, SFTDatasetsArgs):
+                for name, hub in hub_datasets(dataset):
+                    prepare_sft_dataset(
+                        config, dataset, name, hub, stage.sequence_length or config.tokens.sequence_length
+                    )
+
+
+def may_stream(config: Config) -> bool:
+    """Whether some stage's rows are read by one rank of each replica and sent to the others."""
+    datasets = [stage.data.dataset for stage in config.data_stages]
+    return any(
+        isinstance(dataset, CustomDatasetArgs) or (isinstance(dataset, PretrainDatasetsArgs) and dataset.streaming)
+        for dataset in datasets
+    )
+
+
+def data_tokenizer(config: Config) -> str:
+    """The tokenizer for texts that are tokenized here."""
+    name = tokenizer_name(config)
+    if name is None:
+        raise ConfigError("tokenizer.tokenizer_name_or_path: missing; texts of data_stages have to be tokenized")
+    return name
+
+
+def prepare_hub_dataset(config: Config, dataset: PretrainDatasetsArgs, name: str, hub: HubDataset) -> str:
+    """Tokenize the data set into its cache folder unless that was done before, and return the folder."""
+    tokenizer = data_tokenizer(config)
+    folder = cache_folder(name, hub, dataset.text_column_name, tokenizer)
+    if not _is_complete(folder):
+        with file_lock(f"{folder}.lock"):
+            if not _is_complete(folder):
+                _tokenize(dataset, name, hub, tokenizer, folder)
+    return folder
+
+
+def _tokenize(dataset: PretrainDatasetsArgs, name: str, hub: HubDataset, tokenizer: str, folder: str) -> None:
+    from nanotron.data.tokenize.workers import Job, tokenize
+
+    eos = end_of_document_token(tokenizer)
+    job = Job(
+        inputs=[name],
+        output=folder,
+        tokenizer=tokenizer,
+        eos=eos,
+        append_eos=eos is not None,
+        column=dataset.text_column_name,
+        hub=hub,
+        workers=dataset.dataset_processing_num_proc_per_process,
+    )
+    if left_out := tokenize(job).left_out:
+        logger.warning(f"{folder}: {left_out}")
+
+
+def prepare_sft_dataset(
+    config: Config, dataset: SFTDatasetsArgs, name: str, hub: HubDataset, sequence_length: int
+) -> str:
+    """Tokenize the examples and lay out rows of this length unless that was done before; returns the `.ds` file."""
+    from nanotron.data.sources.nanoset import open_nanoset_file
+    from nanotron.data.sources.sft import pack, pack_path, write_examples
+
+    tokenizer = data_tokenizer(config)
+    folder = cache_folder(name, hub, f"sft {dataset.debug_max_samples}", tokenizer)
+    path = os.path.join(folder, "00000_unshuffled.ds")
+    rows_path = pack_path(path, sequence_length)
+    if not os.path.exists(rows_path):
+        with file_lock(f"{folder}.lock"):
+            os.makedirs(folder, exist_ok=True)
+            if not os.path.exists(path):
+                rows = open_hub_dataset(name, hub)
+                count = int(len(rows) * hub.fraction)
+                rows = rows.select(range(min(count, dataset.debug_max_samples or count)))
+                if left_out := write_examples(name, rows, path, tokenizer):
+                    number, total = len(left_out), len(rows)
+                    logger.warning(
+                        f"{name}: left out {number} of {total} examples, which have no text to learn; "
+                        f"the first: row {left_out[0]}"
+                    )
+            if not os.path.exists(path):
+                raise ConfigError(f"{name!r} holds no example with a text to learn")
+            if not os.path.exists(rows_path):
+                ends = open_nanoset_file(path).document_ends
+                assert ends is not None
+                pack(rows_path, ends, sequence_length)
+    return path
+
+
+def _is_complete(folder: str) -> bool:
+    return os.path.exists(os.path.join(folder, ".tokenize", "summary.json"))
+
+
+def cache_folder(name: str, hub: HubDataset, column: str, tokenizer: str) -> str:
+    """Where a data set's tokens are kept: a readable name, and a hash of everything that they depend on."""
+    path = tokenizer_file(tokenizer)
+    tokenizer_content = Path(path).read_bytes() if path else tokenizer.encode()
+    facts = [name, list(hub), column, hashlib.blake2b(tokenizer_content).hexdigest(), _files_of(name)]
+    digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=6).hexdigest()
+    readable = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-60:]
+    return os.path.join(CACHE_FOLDER, f"{readable}-{hub.split}-{digest}")
+
+
+def _files_of(name: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a local data set's files, so that an edited one is tokenized again."""
+    found = [Path(name)] if os.path.isfile(name) else sorted(Path(name).rglob("*")) if os.path.isdir(name) else []
+    stats = [(str(path), path.stat()) for path in found if path.is_file()]
+    return [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]

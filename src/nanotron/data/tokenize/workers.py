@@ -1,0 +1,323 @@
+"""Text to Nanosets: cut the input into shards, tokenize them with parallel workers, keep every finished shard.
+
+    output/tokenizer.json               the tokenizer, so that the folder explains itself
+    output/00000_unshuffled.ds …        one file triple per shard; visible only when complete
+    output/.tokenize/plan.json          the shards and how they are tokenized
+    output/.tokenize/00000.json         shard 0 is finished: its documents and tokens
+    output/.tokenize/summary.json       all shards are finished
+
+The same command again continues where it was killed; another input or tokenizer in the same folder is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from multiprocessing.sharedctypes import SynchronizedArray
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import Tokenizer
+
+from nanotron.data.sources.documents import HubDataset, Piece, Text, find_pieces, place_of, read_texts
+from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for, write_atomically
+from nanotron.data.tokenize.progress import COUNTERS, TokenizeProgress
+from nanotron.data.tokenize.tokenizer import (
+    END_OF_TEXT,
+    end_of_document_token,
+    load_tokenizer,
+    save_tokenizer,
+    train_bpe,
+    vocab_size,
+)
+from nanotron.errors import ConfigError
+from nanotron.logging import human_format
+
+SHARD_BYTES = 64 * 2**20
+BPE_TRAINING_CHARACTERS = 2**30
+BATCH_CHARACTERS = 2**21
+BATCH_TEXTS = 2**16  # however short they are
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to tokenize, with what, into which folder."""
+
+    inputs: Sequence[str]
+    output: str
+    tokenizer: str | None = None
+    """A tokenizer.json, a folder with one, or a Hugging Face name."""
+    train_bpe: int | None = None
+    """Instead of `tokenizer`: train a byte-level BPE of this many tokens on the input."""
+    eos: str | None = None
+    """Token appended to every document; None: the tokenizer's own, if it says one."""
+    append_eos: bool = True
+    column: str = "text"
+    hub: HubDataset = field(default_factory=HubDataset)
+    workers: int = 1
+    shard_bytes: int = SHARD_BYTES
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the output folder holds when all is done."""
+
+    documents: int
+    tokens: int
+    shards: int
+    resumed_shards: int
+    """Shards that an earlier, interrupted call had finished."""
+    empty_documents: int
+    """Documents of the input that have no tokens; they are left out."""
+    first_empty: str | None
+    """The file of the first of them, and its line or row."""
+
+    @property
+    def left_out(self) -> str | None:
+        """A line for the user about the documents that were left out, if any were."""
+        count, plural = human_format(self.empty_documents), "s" * (self.empty_documents > 1)
+        return f"left out {count} empty document{plural}, the first: {self.first_empty}" if self.first_empty else None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """All a worker needs to know; it crosses a process boundary."""
+
+    number: int
+    pieces: list[Piece]
+    output: str
+    tokenizer_name: str
+    eos_id: int | None
+    column: str
+    hub: HubDataset
+
+
+def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
+    """Tokenize everything that is not yet tokenized and return the totals of the folder."""
+    if (job.tokenizer is None) == (job.train_bpe is None):
+        raise ConfigError("give one of --tokenizer NAME and --train-bpe SIZE, not both and not neither")
+    pieces = find_pieces(job.inputs, job.hub, piece_size=job.shard_bytes)
+    groups = list(_group(pieces, job.shard_bytes))
+    os.makedirs(os.path.join(job.output, ".tokenize"), exist_ok=True)
+    _agree_on_plan(job, groups)
+    tokenizer = _prepare_tokenizer(job, pieces, show_progress=show_progress)
+    eos_id = _eos_id(job, tokenizer)
+    name = job.tokenizer or os.path.join(job.output, "tokenizer.json")
+    shards = [
+        _Shard(number, group, job.output, name, eos_id, job.column, job.hub) for number, group in enumerate(groups)
+    ]
+    pending = [shard for shard in shards if not os.path.exists(_report_path(shard))]
+    total = sum(piece.size for shard in pending for piece in shard.pieces)
+    with TokenizeProgress(job.output, total, len(pending), visible=show_progress) as progress:
+        _run(pending, job.workers, progress.counters)
+    summary = _summarize(shards, len(shards) - len(pending))
+    if summary.tokens == 0:
+        raise ConfigError(f"{', '.join(job.inputs)} hold no text in column {job.column!r}; nothing was written")
+    write_atomically(os.path.join(job.output, ".tokenize", "summary.json"), json.dumps(asdict(summary)).encode())
+    return summary
+
+
+def _summarize(shards: Sequence[_Shard], resumed: int) -> Summary:
+    """The totals of the shards' reports."""
+    reports = [json.loads(Path(_report_path(shard)).read_text()) for shard in shards]
+    documents, tokens, empty = (sum(report[key] for report in reports) for key in ("documents", "tokens", "empty"))
+    firsts = (
+        place_of(shard.pieces[report["first_empty"][0]], report["first_empty"][1])
+        for shard, report in zip(shards, reports, strict=True)
+        if report["empty"]
+    )
+    return Summary(documents, tokens, len(shards), resumed, empty, next(firsts, None))
+
+
+def _group(pieces: Sequence[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
+    """Gather neighbouring small files into shards; a large piece, or one of a data set, is a shard of its own."""
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if group and (piece.kind.startswith("hf") or size + piece.size > shard_bytes):
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece.size
+    if group:
+        yield group
+
+
+def _agree_on_plan(job: Job, groups: list[list[Piece]]) -> None:
+    """Write the plan of a new folder; in a folder that was begun, refuse any other plan."""
+    facts = {
+        "tokenizer": job.tokenizer or f"a trained BPE of {job.train_bpe} tokens",
+        "eos": job.eos if job.append_eos else "no token",
+        "column": job.column,
+        "data set": list(job.hub),
+        "input": hashlib.blake2b(json.dumps(groups).encode(), digest_size=16).hexdigest(),
+    }
+    path = os.path.join(job.output, ".tokenize", "plan.json")
+    if not os.path.exists(path):
+        if any(name.endswith(".ds") for name in os.listdir(job.output)):
+            raise ConfigError(f"{job.output} already holds a Nanoset that was not begun here; choose another output")
+        write_atomically(path, json.dumps({**facts, "shards": groups}, indent=1).encode())
+        return
+    earlier = json.loads(Path(path).read_text())
+    changed = [name for name in facts if earlier.get(name) != facts[name]]
+    if changed:
+        raise ConfigError(
+            f"{job.output} was begun with another {' and '.join(changed)}; choose another output or remove that folder"
+        )
+
+
+def _prepare_tokenizer(job: Job, pieces: Sequence[Piece], *, show_progress: bool) -> Tokenizer:
+    """The tokenizer, trained first if asked for, and left in the output folder."""
+    own = os.path.join(job.output, "tokenizer.json")
+    if job.tokenizer is not None:
+        tokenizer = load_tokenizer(job.tokenizer)
+        if not os.path.exists(own):
+            save_tokenizer(tokenizer, job.output, eos=job.eos or end_of_document_token(job.tokenizer))
+        return tokenizer
+    if os.path.exists(own):
+        return load_tokenizer(own)
+    assert job.train_bpe is not None
+    if show_progress:
+        print(f"{job.output}: training a BPE of {job.train_bpe} tokens on the input", file=sys.stderr, flush=True)
+    tokenizer = train_bpe(_training_texts(job, pieces), job.train_bpe)
+    save_tokenizer(tokenizer, job.output, eos=END_OF_TEXT)
+    return tokenizer
+
+
+def _training_texts(job: Job, pieces: Sequence[Piece]) -> Iterator[str]:
+    """The first texts of the input, as many as a BPE profits from."""
+    characters = 0
+    for piece in pieces:
+        for text, *_ in read_texts(piece, job.column, job.hub):
+            if text:
+                yield text
+            characters += len(text)
+            if characters > BPE_TRAINING_CHARACTERS:
+                return
+
+
+def _eos_id(job: Job, tokenizer: Tokenizer) -> int | None:
+    if not job.append_eos:
+        return None
+    token = job.eos or (END_OF_TEXT if job.tokenizer is None else end_of_document_token(job.tokenizer))
+    if token is None:
+        raise ConfigError(
+            f"tokenizer {job.tokenizer!r} does not say which token ends a document; use --eos or --no-eos"
+        )
+    eos_id = tokenizer.token_to_id(token)
+    if eos_id is None:
+        raise ConfigError(f"--eos {token!r} is not a token of {job.tokenizer or 'the trained BPE'}")
+    return eos_id
+
+
+def _report_path(shard: _Shard) -> str:
+    return os.path.join(shard.output, ".tokenize", f"{shard.number:05d}.json")
+
+
+def _run(shards: Sequence[_Shard], workers: int, counters: SynchronizedArray[int]) -> None:
+    """Tokenize the shards in this process, or in as many as asked for."""
+    if workers <= 1 or len(shards) <= 1:
+        for shard in shards:
+            tokenize_shard(shard, counters)
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        min(workers, len(shards)), mp_context=context, initializer=_start_worker, initargs=(counters,)
+    )
+    try:
+        for future in as_completed([pool.submit(_tokenize_in_worker, shard) for shard in shards]):
+            future.result()
+    except BrokenProcessPool:
+        raise ConfigError(
+            "a worker was killed (out of memory?); the same command goes on from the finished shards, --workers N "
+            "sets how many run at once"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker_counters: SynchronizedArray[int]
+
+
+def _start_worker(counters: SynchronizedArray[int]) -> None:
+    """Runs once in each worker: one thread per worker, and the counters shared with the parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    global _worker_counters
+    _worker_counters = counters
+
+
+def _tokenize_in_worker(shard: _Shard) -> None:
+    tokenize_shard(shard, _worker_counters)
+
+
+def tokenize_shard(shard: _Shard, counters: SynchronizedArray[int]) -> None:
+    """Write one shard and then its report; the counters are those of TokenizeProgress."""
+    tokenizer = load_tokenizer(shard.tokenizer_name)
+    path = os.path.join(shard.output, f"{shard.number:05d}_unshuffled.ds")
+    token_bytes = token_bytes_for(vocab_size(tokenizer))
+    empty: list[_Read] = []
+    with NanosetWriter(path, tokenizer=shard.tokenizer_name, token_bytes=token_bytes) as writer:
+        for batch in _batches(shard):
+            before = writer.num_tokens
+            documents = _encode(tokenizer, [read.text.text for read in batch], shard.eos_id)
+            empty += [read for read, document in zip(batch, documents, strict=True) if not document]
+            documents = [document for document in documents if document]
+            writer.write(documents)
+            size = sum(read.text.size for read in batch)
+            _count(counters, size=size, documents=len(documents), tokens=writer.num_tokens - before)
+    first = (empty[0].piece, empty[0].text.place) if empty else None
+    report = {
+        "documents": writer.num_documents,
+        "tokens": writer.num_tokens,
+        "empty": len(empty),
+        "first_empty": first,
+    }
+    write_atomically(_report_path(shard), json.dumps(report).encode())
+    _count(counters, shards=1)
+
+
+def _encode(tokenizer: Tokenizer, texts: list[str], eos_id: int | None) -> list[list[int]]:
+    """The token ids of each text; a text without a character has none, and gets no end token."""
+    # Without an end token the tokenizer's own template is applied, as datatrove does.
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=eos_id is None)
+    documents = [encoding.ids if text else [] for text, encoding in zip(texts, encodings, strict=True)]
+    if eos_id is not None:
+        for text, document in zip(texts, documents, strict=True):
+            if text:
+                document.append(eos_id)
+    return documents
+
+
+class _Read(NamedTuple):
+    """A text, and the number of its piece within the shard."""
+
+    piece: int
+    text: Text
+
+
+def _batches(shard: _Shard) -> Iterator[list[_Read]]:
+    """Texts of about BATCH_CHARACTERS in all."""
+    batch: list[_Read] = []
+    characters = 0
+    for number, piece in enumerate(shard.pieces):
+        for text in read_texts(piece, shard.column, shard.hub):
+            batch.append(_Read(number, text))
+            characters += len(text.text)
+            if characters > BATCH_CHARACTERS or len(batch) == BATCH_TEXTS:
+                yield batch
+                batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _count(counters: SynchronizedArray[int], **counts: int) -> None:
+    with counters.get_lock():
+        for name, count in counts.items():
+            counters[COUNTERS.index(name)] += count

@@ -1,0 +1,240 @@
+"""The Llama family (Llama, Mistral, Qwen2, Qwen3 dense) as one pipeline chunk: some of its layers, maybe its two ends.
+
+    b rows   s tokens   t tensor-parallel ranks   d hidden size   f intermediate size   h query heads   e head dim
+    "local" sizes: h/t heads and f/t features live on a rank. x between blocks is [b, s, d], or [b, s/t, d] under
+    sequence parallelism; the blocks are the same lines either way, only the words for entering and leaving differ.
+
+The families differ in which biases and norms their parameter table has (models/specs.py), and in nothing else here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from nanotron.batch import Batch
+from nanotron.models.cache import LayerCache
+from nanotron.models.specs import EMBED, FINAL_NORM, head_name
+from nanotron.ops.attention import causal_attention
+from nanotron.ops.fused import Fuse, add_and_norm, as_written, queries_and_keys, rms_norm, swiglu
+from nanotron.ops.linear import Rotary, TensorParallel, cross_entropy, embedding, linear
+from nanotron.ops.rope import rotary_frequencies
+from nanotron.ops.weight_grads import WeightGrads
+from nanotron.parallel.comm import copy_to, gather
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import ParamSpec, draw
+
+if TYPE_CHECKING:
+    from nanotron.config.model import ModelConfig
+
+Make = Callable[[str], nn.Parameter]
+
+
+class Llama(nn.Module):
+    """One chunk: decoder layers [lo, hi), with the embedding and the head only where they belong.
+
+    ``weights`` maps global names to this chunk's local shards. Values are undefined until ``initialize`` or a load.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        specs: Mapping[str, ParamSpec],
+        mesh: Mesh,
+        *,
+        layers: tuple[int, int],
+        embed: bool,
+        head: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        sequence_parallel: bool = False,
+        recompute: bool = False,
+        recompute_allgather: bool = True,
+        overlap: bool = False,
+        loss_chunk: int | None = None,
+        fuse: Fuse = as_written,
+        shared: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        """``loss_chunk``: tokens of a row whose logits exist at once; None: all. ``fuse``: how elementwise work runs.
+
+        ``shared``: weights of this rank's other chunks, used instead of a second copy of a tied one.
+        """
+        super().__init__()
+        self.config, self.mesh, self.recompute, self.loss_chunk = config, mesh, recompute, loss_chunk
+        self.fuse = fuse
+        self.before_use: Callable[[str], None] = lambda block: None
+        """Called with a block's name before each forward of it: whoever moves weights waits here for them."""
+        self.measure = False
+        """Whether forward's metrics tell how large activations are."""
+        self.specs: dict[str, ParamSpec] = {}
+        self.weights: dict[str, nn.Parameter] = {}
+        self.weight_grads = WeightGrads()
+        self.tp = TensorParallel(mesh, self.weight_grads, sequence_parallel, recompute_allgather, overlap)
+
+        def make(name: str) -> nn.Parameter:
+            if name not in self.weights:
+                self.specs[name] = specs[name]
+                if shared and name in shared:
+                    self.weights[name] = shared[name]
+                else:
+                    shape = specs[name].local_box(mesh).shape
+                    self.weights[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+            return self.weights[name]
+
+        self.embed = make(EMBED) if embed else None
+        self.layers = nn.ModuleList(Block(config, make, f"layers.{i}", self.tp, fuse) for i in range(*layers))
+        self.norm = make(FINAL_NORM) if head else None
+        self.head = make(head_name(config)) if head else None
+        precision = torch.promote_types(dtype, torch.float32)
+        self.frequencies = rotary_frequencies(config, precision, device)
+
+    def initialize(self, seed: int) -> None:
+        """Draw every weight of the chunk: the same values on any layout (params.draw)."""
+        for name, weight in self.weights.items():
+            spec = self.specs[name]
+            with torch.no_grad():
+                weight.copy_(torch.from_numpy(draw(spec, spec.local_box(self.mesh), seed)))
+
+    def uses(self, name: str, sequence_length: int) -> int:
+        """How often one microbatch's backward adds to a weight's gradient."""
+        as_embedding = self.embed is not None and name == EMBED
+        as_head = self.head is not None and name == head_name(self.config)
+        chunks = -(-sequence_length // self.loss_chunk) if self.loss_chunk else 1
+        return as_embedding + chunks * as_head or 1
+
+    def forward(
+        self, x: Tensor | None, batch: Batch, cache: Sequence[LayerCache] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Run the chunk on one microbatch: (activations for the next chunk, token-sum losses, metrics).
+
+        x: None in the first chunk, else [b, s, d] ([b, s/t, d]). The last chunk returns losses {"lm": …, "z": …}, and
+        its logits [b, s, V/t] unless they were computed in chunks; the others return no losses.
+        cache: one for each layer, to generate: the batch goes on from the tokens that it holds, and the last chunk
+        returns the logits [b, 1, V/t] of its last token, and no losses.
+        metrics, while ``measure`` is set: Σ x² over this rank's tokens, of the embedding's and each layer's output.
+        """
+        metrics: dict[str, Tensor] = {}
+        if self.embed is not None:
+            self.before_use(EMBED)
+            x = embedding(batch.tokens, self.embed, self._first_row(EMBED), self.tp)  # [b, s] -> [b, s, d]
+            metrics |= self._measured("embed", x)
+        assert x is not None, "only the first chunk starts from tokens"
+        rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=self.config.rope_interleaved)
+        caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
+        for block, kept in zip(self.layers, caches, strict=True):
+            self.before_use(str(block.name))
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rotary, batch.doc_starts, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = block(x, rotary, batch.doc_starts, kept)
+            metrics |= self._measured(str(block.name), x)
+        if self.head is None or self.norm is None:
+            return x, {}, metrics
+        self.before_use(FINAL_NORM)
+        self.before_use(head_name(self.config))
+        x = self.fuse(rms_norm)(x, self.norm, self.config.rms_norm_eps)
+        if cache is not None:
+            (x,) = linear(x[:, -1:], [self.head], self.tp)  # [b, s, d] -> [b, 1, V/t]
+            return x, {}, {}
+        if self.loss_chunk is None:
+            (x,) = linear(x, [self.head], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, V/t]: the logits
+            lm, squared_log_z = cross_entropy(
+                x, batch.labels, self._first_row(head_name(self.config)), self.mesh, fuse=self.fuse
+            )
+        else:
+            lm, squared_log_z = self._chunked_loss(x, batch.labels, self.loss_chunk)
+        z_loss = {"z": self.config.z_loss_coefficient * squared_log_z} if self.config.z_loss_enabled else {}
+        return x, {"lm": lm, **z_loss}, metrics
+
+    def _measured(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        """{name: Σ x²} in float64 when activations are measured, else nothing."""
+        if not self.measure:
+            return {}
+        precision = torch.promote_types(x.dtype, torch.float32)
+        return {name: torch.linalg.vector_norm(x.detach(), dim=-1, dtype=precision).double().square().sum()}
+
+    def _chunked_loss(self, x: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Loss sums of x [b, s, d] ([b, s/t, d]), whose logits exist for ``size`` tokens of a row at a time.
+
+        Backward computes each chunk's logits again.
+        """
+
+        def loss_of(part: Tensor, part_labels: Tensor) -> tuple[Tensor, Tensor]:
+            assert self.head is not None
+            (logits,) = linear(part, [self.head], self.tp)  # [b, size, d] -> [b, size, V/t]
+            return cross_entropy(
+                logits, part_labels, self._first_row(head_name(self.config)), self.mesh, fuse=self.fuse
+            )
+
+        x = gather(x, self.mesh, "tp", dim=1) if self.tp.sequence_parallel else copy_to(x, self.mesh, "tp")
+        sums = [
+            checkpoint(loss_of, part, part_labels, use_reentrant=False, preserve_rng_state=False)
+            for part, part_labels in zip(torch.split(x, size, 1), torch.split(labels, size, 1), strict=True)
+        ]
+        lm, squared_log_z = zip(*sums, strict=True)
+        return torch.stack(lm).sum(), torch.stack(squared_log_z).sum()
+
+    def _first_row(self, name: str) -> int:
+        return self.specs[name].local_box(self.mesh).offset[0]
+
+
+class Block(nn.Module):
+    """One decoder layer: attention and MLP, each on normalised input and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
+        super().__init__()
+        self.name, self.eps, self.fuse = name, config.rms_norm_eps, fuse
+        self.attn_norm = make(f"{name}.attn_norm.weight")
+        self.attn = Attention(config, make, f"{name}.attn", tp, fuse)
+        self.mlp_norm = make(f"{name}.mlp_norm.weight")
+        self.mlp = MLP(make, f"{name}.mlp", tp, fuse)
+
+    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+        y = self.attn(self.fuse(rms_norm)(x, self.attn_norm, self.eps), rotary, doc_starts, cache)
+        x, y = self.fuse(add_and_norm)(x, y, self.mlp_norm, self.eps)
+        return x + self.mlp(y)  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over this rank's heads (arXiv 2305.13245)."""
+
+    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
+        super().__init__()
+        self.tp, self.eps, self.head_dim, self.fuse = tp, config.rms_norm_eps, config.head_dim, fuse
+        self.q, self.kv = make(f"{name}.q.weight"), make(f"{name}.kv.weight")
+        self.qkv_biases = [make(f"{name}.q.bias"), make(f"{name}.kv.bias")] if config.qkv_bias else []
+        self.q_norm = make(f"{name}.q_norm.weight") if config.qk_norm else None
+        self.k_norm = make(f"{name}.k_norm.weight") if config.qk_norm else None
+        self.out = make(f"{name}.out.weight")
+        self.out_biases = [make(f"{name}.out.bias")] if config.out_bias else []
+
+    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None, cache: LayerCache | None) -> Tensor:
+        q, kv = linear(x, [self.q, self.kv], self.tp, enter=self.tp.enter, biases=self.qkv_biases)
+        q = q.view(*q.shape[:2], -1, self.head_dim)  # [b, s, h/t·e] -> [b, s, h/t, e]
+        k, v = kv.view(*kv.shape[:2], 2, -1, self.head_dim).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
+        q, k = self.fuse(queries_and_keys)(
+            q, k, self.q_norm, self.k_norm, self.eps, rotary.cos, rotary.sin, interleaved=rotary.interleaved
+        )
+        if cache is not None:
+            k, v = cache.append(k, v)  # [b, s, kv/t, e] -> [b, n, kv/t, e], the earlier tokens' first
+        attended = causal_attention(q, k, v, doc_starts)  # [b, s, h/t, e]
+        (y,) = linear(attended.flatten(2), [self.out], self.tp, exit=self.tp.exit, biases=self.out_biases)
+        return y
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x)) over this rank's features (arXiv 2002.05202)."""
+
+    def __init__(self, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
+        super().__init__()
+        self.tp, self.fuse = tp, fuse
+        self.gate_up, self.down = make(f"{name}.gate_up.weight"), make(f"{name}.down.weight")
+
+    def forward(self, x: Tensor) -> Tensor:
+        (gate_up,) = linear(x, [self.gate_up], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, 2·f/t]
+        (y,) = linear(self.fuse(swiglu)(gate_up), [self.down], self.tp, exit=self.tp.exit)
+        return y

@@ -1,0 +1,179 @@
+"""The attention core: each token looks at itself and the earlier tokens of its document.
+
+    b rows   s tokens   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
+
+Two ways to the same numbers: torch's fused kernels, and, on a CPU, where those are slow, blocks of plain matrix
+products. Neither keeps anything of size s × s for backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from nanotron.ops import gemm as products
+
+LONG = 768
+"""Tokens from which on float32 products are large enough to be made one by one, which oneDNN is best at."""
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None) -> Tensor:
+    """Scaled dot-product attention of each token to itself and the earlier tokens of its document (arXiv 1706.03762).
+
+    q [b, s, h, e]; k, v [b, s, n, e], h a multiple of n; doc_starts [b, s] or None (each row is one document).
+    In generation k and v [b, m, n, e] begin with m − s tokens of earlier calls. Returns [b, s, h, e].
+    """
+    if k.shape[1] > q.shape[1]:
+        return _fused(q, k, v, _mask_with_earlier(q, k, doc_starts), is_causal=False)
+    if doc_starts is None:
+        return _attend(q, k, v)
+    if q.device.type == "cpu":  # reading the boundaries costs nothing here, and saves the s × s mask
+        return torch.stack([_attend_documents(q[i], k[i], v[i], starts) for i, starts in enumerate(doc_starts)])
+    return _fused(q, k, v, document_mask(doc_starts), is_causal=False)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Plainly causal attention over rows: q [b, s, h, e]; k, v [b, s, n, e] -> [b, s, h, e].
+
+    Blocks are faster than the kernel on a CPU, but for long float32 rows without oneDNN.
+    """
+    if q.device.type == "cpu" and (q.dtype != torch.float32 or q.shape[1] < LONG or products.onednn_is_faster()):
+        attended: Tensor = _BlockCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return attended
+    return _fused(q, k, v, None, is_causal=True)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    """torch's own choice of kernel: q [b, s, h, e]; k, v [b, m, n, e]; mask broadcasts to [b, h, s, m]."""
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped).transpose(
+        1, 2
+    )
+
+
+def document_mask(doc_starts: Tensor, earlier: int = 0) -> Tensor:
+    """Which keys each query sees, its own document up to itself: doc_starts [b, s] -> [b, 1, s, earlier + s]."""
+    index = torch.arange(earlier + doc_starts.shape[1], device=doc_starts.device)
+    return (index[earlier:, None] >= index) & (index >= doc_starts[:, None, :, None])
+
+
+def _mask_with_earlier(q: Tensor, k: Tensor, doc_starts: Tensor | None) -> Tensor | None:
+    """The mask for keys [b, m, n, e] that begin before the queries [b, s, h, e]; None where all see all."""
+    if doc_starts is None:
+        if q.shape[1] == 1:
+            return None
+        doc_starts = torch.zeros(q.shape[0], q.shape[1], dtype=torch.int64, device=q.device)
+    return document_mask(doc_starts, k.shape[1] - q.shape[1])
+
+
+def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor) -> Tensor:
+    """Attention document by document in one row: q [s, h, e], k and v [s, n, e], doc_starts [s] -> [s, h, e]."""
+    starts = torch.unique_consecutive(doc_starts).tolist()
+    spans = zip(starts, [*starts[1:], q.shape[0]], strict=True)
+    return torch.cat([_attend(q[None, lo:hi], k[None, lo:hi], v[None, lo:hi])[0] for lo, hi in spans])
+
+
+class _BlockCausal(Function):
+    """Causal attention by blocks of queries: tokens [lo, hi) multiply with keys [0, hi) only.
+
+    The g query heads of a key/value head are one matrix, token by token, and a block is a slice of it. Backward
+    computes each block's probabilities again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.scale, ctx.q_shape, ctx.kv_shape = q.shape[-1] ** -0.5, q.shape, k.shape
+        q = _heads_first(q, k.shape[2], ctx.scale)  # [b, s, h, e] -> [b·n, s·g, e]
+        k, v = (_heads_first(x, x.shape[2]) for x in (k, v))  # [b, s, n, e] -> [b·n, s, e]
+        out = torch.empty_like(q)
+        for q_, k_, v_, out_ in _parts(q, k, v, out):
+            for size, rows, keys in _blocks(q_, k_):
+                out_[:, rows] = _times(_probabilities(q_[:, rows], k_[:, keys], size), v_[:, keys])
+        ctx.save_for_backward(q, k, v)
+        return _tokens_first(out, ctx.q_shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = ctx.saved_tensors
+        grad = _heads_first(grad, ctx.kv_shape[2])
+        precision = torch.promote_types(k.dtype, torch.float32)
+        q_grad = torch.empty_like(q)
+        k_grad, v_grad = (torch.zeros_like(x, dtype=precision) for x in (k, v))  # sums over blocks
+        for q_, k_, v_, grad_, q_grad_, k_grad_, v_grad_ in _parts(q, k, v, grad, q_grad, k_grad, v_grad):
+            for size, rows, keys in _blocks(q_, k_):
+                probabilities = _probabilities(q_[:, rows], k_[:, keys], size)  # [.., rows, keys]
+                _add_times(v_grad_[:, keys], probabilities, grad_[:, rows])
+                seen = _times(grad_[:, rows], v_[:, keys].transpose(1, 2))
+                scores_grad = torch._softmax_backward_data(seen, probabilities, -1, seen.dtype)
+                q_grad_[:, rows] = _times(scores_grad, k_[:, keys])
+                _add_times(k_grad_[:, keys], scores_grad, q_[:, rows])
+        return (
+            _tokens_first(q_grad.mul_(ctx.scale), ctx.q_shape),
+            _tokens_first(k_grad.to(k.dtype), ctx.kv_shape),
+            _tokens_first(v_grad.to(v.dtype), ctx.kv_shape),
+        )
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """What is multiplied at once of [b·n, …] tensors, k second: all; where sequences are long, each matrix alone."""
+    alone = tensors[1].shape[1] >= LONG and tensors[1].dtype == torch.float32
+    return zip(*(torch.split(x, 1) if alone else [x] for x in tensors), strict=True)
+
+
+def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """Tokens of a block, its rows of q [.., s·g, e], and the keys that they see of k [.., s, e]."""
+    s, g = k.shape[1], q.shape[1] // k.shape[1]
+    most = 128 if s >= LONG else 32 if q.dtype == torch.float32 else 64  # by measurement
+    for lo in range(0, s, most):
+        hi = min(lo + most, s)
+        yield hi - lo, slice(lo * g, hi * g), slice(0, hi)
+
+
+def _heads_first(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
+    """[b, s, h, e] -> [b·n, s·g, e], times ``scale``, in memory of its own."""
+    b, s, h, e = x.shape
+    moved = x.reshape(b, s, kv_heads, h // kv_heads, e).transpose(1, 2)  # [b, n, s, g, e]
+    out = x.new_empty(moved.shape)
+    torch.mul(moved, scale, out=out) if scale != 1.0 else out.copy_(moved)
+    return out.view(b * kv_heads, -1, e)
+
+
+def _tokens_first(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """[b·n, s·g, e] -> ``shape`` [b, s, h, e], contiguous."""
+    b, s, _, e = shape
+    return x.view(b, x.shape[0] // b, s, -1, e).transpose(1, 2).reshape(shape)
+
+
+def _probabilities(q: Tensor, k: Tensor, size: int) -> Tensor:
+    """Softmax of a block's scores: q [.., size·g, e], k [.., m, e], of which it is the last -> [.., size·g, m]."""
+    scores = _times(q, k.transpose(1, 2))
+    scores[..., -size:].add_(_later(size, q.shape[1] // size, scores.dtype))
+    return scores.softmax(-1)
+
+
+def _times(a: Tensor, b: Tensor) -> Tensor:
+    """Batched a · b: [.., l, m] and [.., m, n] -> [.., l, n]."""
+    if a.shape[0] == 1:
+        return products.product(a[0], b[0].t())[None]
+    return torch.bmm(a, b)
+
+
+def _add_times(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += leftᵀ · right: total [.., m, n], left [.., l, m], right [.., l, n]."""
+    if total.shape[0] == 1:
+        products.add_product(total[0], left[0], right[0])
+    else:
+        total += torch.bmm(left.transpose(1, 2), right)  # baddbmm_ into a slice goes matrix by matrix, on one thread
+
+
+@lru_cache(maxsize=8)
+def _later(size: int, queries: int, dtype: torch.dtype) -> Tensor:
+    """−∞ where a key is later than the query, else 0, for blocks of ``size`` tokens: [size·queries, size]."""
+    return torch.full((size, size), -torch.inf, dtype=dtype).triu_(1).repeat_interleave(queries, 0)

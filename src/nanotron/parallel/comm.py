@@ -1,0 +1,194 @@
+"""The collectives: every byte that moves between the ranks of an axis is one of these words.
+
+                                forward           backward          when the axis has size 1
+    copy_to(x, axis)            identity          all-reduce        identity
+    sum_from(x, axis)           all-reduce        identity          identity
+    gather(x, axis, dim)        all-gather        reduce-scatter    identity
+    scatter_sum(x, axis, dim)   reduce-scatter    all-gather        identity
+
+The four come in conjugate pairs: a column-cut matmul enters by ``copy_to`` (or ``gather``) and the row-cut one after
+it leaves by ``sum_from`` (or ``scatter_sum``). All reductions are sums. Below them stand the plain operations that they
+are made of, without autograd; the optimizer and ``layers.linear`` use those. Transfers between pipeline stages are the
+pipeline engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.distributed import ProcessGroup, Work
+
+from nanotron.parallel.mesh import Mesh
+
+# torch 2.13 renamed the collectives on one flat tensor; 2.11 and 2.12 know the old names only.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# ------------------------------------------------------------------ differentiable
+
+
+def copy_to(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """Enter a region where each rank of ``axis`` uses x in its own way. Forward: identity; backward: all-reduce.
+
+    x: any shape, equal on all ranks.
+    """
+    return x if mesh.size(axis) == 1 else _apply(_CopyTo, x, mesh.group(axis))
+
+
+def sum_from(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
+    """Leave such a region: add up what each rank computed. Forward: all-reduce; backward: identity.
+
+    x: any shape, one addend per rank; the result is equal on all ranks.
+    """
+    return x if mesh.size(axis) == 1 else _apply(_SumFrom, x, mesh.group(axis))
+
+
+def gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """Concatenate the ranks' equal parts along ``dim``. Forward: all-gather; backward: reduce-scatter."""
+    return x if mesh.size(axis) == 1 else _apply(_Gather, x, mesh.group(axis), dim)
+
+
+def scatter_sum(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
+    """Add up the ranks' addends and keep this rank's part along ``dim``. Forward: reduce-scatter; backward: all-gather.
+
+    The size of ``dim`` divides by the axis.
+    """
+    return x if mesh.size(axis) == 1 else _apply(_ScatterSum, x, mesh.group(axis), dim)
+
+
+class _CopyTo(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _SumFrom(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return all_gather(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
+
+
+class _ScatterSum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return reduce_scatter(x, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_gather(grad, ctx.group, ctx.dim), None, None
+
+
+def _apply(function: type[Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+# -------------------------------------------------------------- without autograd
+
+
+def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """The sum (or other ``op``) of x over the group, as a new tensor; x itself when group is None."""
+    return x if group is None else all_reduce_(x.clone(memory_format=torch.contiguous_format), group, op)
+
+
+def all_reduce_(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Replace x by its sum (or other ``op``) over the group; nothing when group is None."""
+    if group is not None:
+        dist.all_reduce(x, op=op, group=group)
+    return x
+
+
+def all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """The ranks' tensors, which have one shape, concatenated along ``dim``; x itself when group is None."""
+    return begin_all_gather(x, group, dim)()
+
+
+def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """This rank's part along ``dim`` of the sum of x over the group; x itself when group is None."""
+    return begin_reduce_scatter(x, group, dim)()
+
+
+# --------------------------------------------------------- begun now, awaited later
+
+Arrival = Callable[[], Tensor]
+"""Waits for a collective under way and returns its result; call it once."""
+
+
+def begin_all_reduce_(x: Tensor, group: ProcessGroup | None) -> Arrival:
+    """Begin ``all_reduce_``; x must be left alone until it has arrived."""
+    return _arrival(start_all_reduce(x, group), lambda: x)
+
+
+def begin_all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Arrival:
+    """Begin ``all_gather``."""
+    if group is None:
+        return lambda: x
+    parts = x.new_empty((dist.get_world_size(group), *x.shape))
+    work = start_all_gather(parts.view(-1), x.contiguous().view(-1), group)
+    # n × [.., l, ..] -> [.., n·l, ..]
+    return _arrival(work, lambda: torch.cat(parts.unbind(), dim) if dim else parts.flatten(0, 1))
+
+
+def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Arrival:
+    """Begin ``reduce_scatter``."""
+    if group is None:
+        return lambda: x
+    n = dist.get_world_size(group)
+    assert x.shape[dim] % n == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {n} ranks"
+    parts = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()  # rank r's part becomes the r-th contiguous block
+    mine = x.new_empty((*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :]))
+    work = start_reduce_scatter(mine.view(-1), parts.view(-1), group)
+    return _arrival(work, lambda: mine)
+
+
+def _arrival(work: Work | None, result: Callable[[], Tensor]) -> Arrival:
+    def wait() -> Tensor:
+        if work is not None:
+            work.wait()
+        return result()
+
+    return wait
+
+
+# ---------------------------------------------- in the background, on flat buffers
+
+
+def start_all_reduce(flat: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Begin to replace ``flat`` by its sum over the group; wait on the result before reading it."""
+    return None if group is None else dist.all_reduce(flat, group=group, async_op=True)
+
+
+def start_reduce_scatter(shard: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Begin to put this rank's equal part of the sum of ``flat`` into ``shard``, which may be its place in ``flat``."""
+    return None if group is None else _reduce_scatter_flat(shard, flat, group=group, async_op=True)
+
+
+def start_all_gather(flat: Tensor, shard: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Begin to fill ``flat`` with the ranks' shards; this rank's may be its place in ``flat``."""
+    return None if group is None else _all_gather_flat(flat, shard, group=group, async_op=True)

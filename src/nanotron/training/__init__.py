@@ -1,0 +1,1 @@
+"""A run: set up, the training step, evaluation, saving and stopping."""

@@ -1,0 +1,94 @@
+"""Where a run starts: weights, optimizer state and position from the right checkpoint, or from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanotron.checkpoint.agreement import Store
+from nanotron.checkpoint.compare import changed_keys, check_model, saved_config
+from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.read import load
+from nanotron.checkpoint.resume import Resume, agree_resume, check_shared, read_state
+from nanotron.config import ExistingCheckpointInit
+from nanotron.convert.sources import load_weights
+from nanotron.logging import get_logger
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
+from nanotron.training.topology import parameter_specs
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+logger = get_logger(__name__)
+
+
+class Start(NamedTuple):
+    """Where a run begins; ``fingerprints`` of the data and ``config`` are a checkpoint's, None for a fresh start."""
+
+    step: int = 0
+    consumed: dict[str, int] | None = None
+    streams: dict[str, Any] | None = None
+    fingerprints: dict[str, Any] | None = None
+    config: dict[str, Any] | None = None
+
+
+def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store | None) -> Start:
+    """Fill weights and optimizer from the checkpoint that the rules of resuming choose, or begin afresh."""
+    resume = _resume(config, mesh, store)
+    if resume is None:
+        _begin(training, config)
+        return Start()
+    checkpoints = config.checkpoints
+    for line in resume.notices:
+        logger.warning(line)
+    plain, shapes = config.to_dict(), {name: spec.shape for name, spec in parameter_specs(config).items()}
+    check_model(resume.checkpoint, shapes, plain["model"]["model_config"])
+    for line in changed_keys(resume.checkpoint, plain):
+        logger.info(f"changed on resume: {line}")
+    state = read_state(resume.checkpoint)
+    load(resume.checkpoint, training.pieces() if checkpoints.load_optimizer else _weights(training))
+    if checkpoints.load_optimizer:
+        training.optimizer.updates.fill_(state["optimizer_updates"])
+    if not checkpoints.load_lr_scheduler:
+        logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
+        return Start()
+    logger.info(f"resuming from {resume.checkpoint}, step {resume.step}")
+    made_with = saved_config(resume.checkpoint)
+    return Start(resume.step, state["consumed"], state["streams"], state["data"], made_with)
+
+
+def places(config: Config) -> tuple[str, str | None]:
+    """The folder of the checkpoints, and the one that gets copies of them: ``s3_upload``, which may also replace it."""
+    path, upload = config.checkpoints.checkpoints_path, config.s3_upload
+    if upload is None:
+        return path, None
+    return (upload.upload_s3_path, None) if upload.remove_after_upload else (path, upload.upload_s3_path)
+
+
+def _resume(config: Config, mesh: Mesh, store: Store | None) -> Resume | None:
+    """The checkpoint to continue from, the same on every rank; copies are looked at when the folder itself has none."""
+    checkpoints = config.checkpoints
+    for place in places(config):
+        if place is not None:
+            check_shared(place, mesh.rank, mesh.world, store)
+            wish = checkpoints.resume_checkpoint_path
+            found = agree_resume(place, wish, mesh.rank, mesh.world, store, verify=checkpoints.verify)
+            if found is not None:
+                return found
+    return None
+
+
+def _begin(training: Training, config: Config) -> None:
+    """Draw the initial weights, or take an existing model's."""
+    init = config.model.init_method
+    if isinstance(init, ExistingCheckpointInit):
+        load_weights(init.path, _weights(training), config.model.model_config)
+        logger.info(f"starting from the weights of {init.path}")
+    else:
+        training.initialize()
+
+
+def _weights(training: Training) -> Iterator[Piece]:
+    """The weights and their masters."""
+    return (piece for piece in training.pieces() if piece.kind in {"weight", "master"})

@@ -1,0 +1,72 @@
+"""What a config says about who holds what: mesh axes, schedule, layers of each stage, parameters. No torch.
+
+The trainer, ``check``, the planner and generation all ask here, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nanotron.models.flops import head_flops, layer_flops
+from nanotron.models.hf_nanotron_names import matching
+from nanotron.models.specs import EMBED, llama_specs
+from nanotron.parallel.mesh import training_axes
+from nanotron.parallel.params import ParamSpec
+from nanotron.pipeline.custom import find_schedule
+from nanotron.pipeline.schedules import Schedule
+from nanotron.pipeline.split import stage_layers
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+
+def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
+    """The axes of the run's mesh."""
+    layout = config.parallelism
+    kv_heads = config.model.model_config.num_key_value_heads
+    return training_axes(dp=layout.dp, tp=layout.tp, pp=layout.pp, num_key_value_heads=kv_heads)
+
+
+def pipeline_schedule(config: Config) -> Schedule:
+    """The run's schedule; also says which rank holds which stage."""
+    layout = config.parallelism
+    schedule = find_schedule(layout.pp_engine, layout.pp, layout.pp_virtual_stages)
+    return replace(schedule, sends_before_weights=not layout.recompute_layer)
+
+
+def layers_of_stages(config: Config) -> list[tuple[int, int]]:
+    """The layers [lo, hi) of every stage, first to last: ``parallelism.pp_layers``, or ranks of equal FLOPs."""
+    model, length = config.model.model_config, config.tokens.sequence_length
+    schedule = pipeline_schedule(config)
+    return stage_layers(
+        model.num_hidden_layers,
+        schedule.num_stages,
+        config.parallelism.pp_layers,
+        layer_cost=layer_flops(model, length),
+        embed_cost=2 * length * model.hidden_size,  # a look-up, and its sum over tp: cheap, but not nothing
+        head_cost=head_flops(model, length),
+        ranks=[schedule.holders[stage][0] for stage in range(schedule.num_stages)],
+    )
+
+
+def tied_stages(config: Config) -> dict[str, tuple[int, ...]]:
+    """Global name -> the pipeline coordinates that each hold a copy, for parameters that several ranks hold."""
+    if not config.model.model_config.tie_word_embeddings:
+        return {}
+    schedule = pipeline_schedule(config)
+    ends = {schedule.holders[0][0], schedule.holders[schedule.num_stages - 1][0]}
+    return {EMBED: tuple(sorted(ends))} if len(ends) > 1 else {}
+
+
+def parameter_specs(config: Config) -> dict[str, ParamSpec]:
+    """Every parameter of the run's model, with weight decay off for those the config excludes by name."""
+    init = config.model.init_method
+    specs = llama_specs(
+        config.model.model_config,
+        std=getattr(init, "std", 0.02),  # of no effect when the weights come from a checkpoint
+        scaling_method=getattr(init, "scaling_method", "num_layers"),
+        sequence_parallel=config.parallelism.sequence_parallel,
+    )
+    excluded = matching(specs, config.optimizer.weight_decay_exclude_named_params)
+    return {name: replace(spec, decay=spec.decay and name not in excluded) for name, spec in specs.items()}

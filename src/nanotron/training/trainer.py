@@ -1,0 +1,334 @@
+"""A run: set up in order, step until done, save and stop as told. The step itself is ``nanotron.training.step``."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nanotron.checkpoint.agreement import Store
+from nanotron.checkpoint.compare import check_data
+from nanotron.checkpoint.write import Saver
+from nanotron.data.feed import EndOfData, Feed, StepData
+from nanotron.data.order.changes import order_changes
+from nanotron.data.sources.fingerprint import fingerprint_changes
+from nanotron.launch import codes
+from nanotron.launch.folder import run_directory
+from nanotron.logging import get_logger
+from nanotron.metrics.profiler import profiled
+from nanotron.metrics.record import Metrics
+from nanotron.ops.fused import seconds_compiling
+from nanotron.optim.lr import learning_rate
+from nanotron.parallel.mesh import Mesh
+from nanotron.pipeline.trace import recorder
+from nanotron.training.evaluate import validation_loss
+from nanotron.training.init_or_resume import Start, load_or_begin, places
+from nanotron.training.step import ControlWord, Outcome, Training
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+logger = get_logger(__name__)
+
+
+def train(
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    *,
+    store: Store | None = None,
+    allow_data_change: bool = False,
+    before_training: Callable[[], None] = lambda: None,
+) -> int:
+    """Run the training that ``config`` describes on this rank; the same call on all ranks.
+
+    ``mesh`` has its groups; ``store`` is the one through which all ranks agree (None for one process);
+    ``before_training`` is called when it is known that a step is left to train. Returns the exit code. Raises
+    ConfigError for what only now shows to be a mistake, such as a checkpoint of another model.
+    """
+    training = Training(config, mesh, device)
+    start = load_or_begin(training, config, mesh, store)
+    if start.step >= config.tokens.train_steps:
+        logger.info(
+            f"nothing left to train: step {start.step} of tokens.train_steps={config.tokens.train_steps} is saved"
+        )
+        return codes.DONE
+    before_training()
+    if config.model.compile:
+        logger.info("compiling in the first step, and again where sequences become longer or shorter")
+    feed = _open_feed(config, mesh, device, start, allow_data_change=allow_data_change)
+    metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
+    checkpoints = config.checkpoints
+    path, copy_to = places(config)
+    saver = Saver(
+        path,
+        mesh.rank,
+        mesh.world,
+        store,
+        keep_last_n=checkpoints.keep_last_n,
+        keep_every=checkpoints.keep_every,
+        copy_to=copy_to,
+        last_complete=start.step or None,
+    )
+    run = Run(config, mesh, training, feed, metrics, saver, step=start.step)
+    try:
+        profiler = profiled(config.profiler, mesh.rank, run_directory(config))
+        if config.profiler is not None and config.profiler.pipeline_trace is not None:
+            steps = config.profiler.pipeline_trace.steps
+            run.traced = recorder(training.pipeline, mesh, steps, run_directory(config) / "traces")
+        with _signals(run), _located(run), profiler as run.after_step:
+            return run.to_the_end()
+    finally:
+        feed.close()
+        metrics.close()
+
+
+def _open_feed(config: Config, mesh: Mesh, device: torch.device, start: Start, *, allow_data_change: bool) -> Feed:
+    """The data from where the run starts on; raises ConfigError where it would not go on as the checkpoint's did."""
+    allowed: list[str] = []
+    if start.config is not None:
+        changes = order_changes(start.config, config.to_dict(), start.consumed or {}, start.streams or {})
+        allowed += check_data(changes, allow_change=allow_data_change)
+    feed = Feed(config, mesh, device=device, consumed=start.consumed, streams=start.streams)
+    if start.fingerprints is not None:
+        changes = fingerprint_changes(start.fingerprints, feed.fingerprints())
+        allowed += check_data(changes, allow_change=allow_data_change)
+    for line in allowed if mesh.rank == 0 else []:  # every rank found them
+        logger.warning(line)
+    return feed
+
+
+class _Made(NamedTuple):
+    """A step that was made, its control word perhaps not read yet."""
+
+    step: int
+    word: ControlWord
+    data: StepData
+    consumed_samples: int
+    consumed_tokens: int
+    val_loss: float | None
+
+
+@dataclass
+class Run:
+    """The loop over steps of one rank, and when it saves and stops. Every rank takes the same decisions."""
+
+    config: Config
+    mesh: Mesh
+    training: Training
+    feed: Feed
+    metrics: Metrics
+    saver: Saver
+    step: int
+    """Steps made so far."""
+    told_to_stop: bool = False
+    after_step: Callable[[], None] = field(default=lambda: None)
+    traced: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
+    """What the making of a step, given by its number, happens in."""
+
+    def __post_init__(self) -> None:
+        self._unread: deque[_Made] = deque()
+        self._last_saved = self.step
+        self._clock = self._last_save_time = time.perf_counter()
+        self._seconds_compiling = 0.0
+
+    def to_the_end(self) -> int:
+        """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
+        if self.config.checkpoints.save_initial_state and self.step == 0:
+            self._save()
+        while self.step < self.config.tokens.train_steps:
+            try:
+                data = self.feed.step(self.step + 1)
+            except EndOfData as end:
+                logger.info(str(end))
+                break
+            self._make(data)
+            outcomes = self._read(keep=0 if self._reads_now() else 1)
+            if any(outcome.save or outcome.stop for outcome in outcomes):
+                outcomes += self._read()
+            if not all(outcome.finite for outcome in outcomes) and self.config.optimizer.on_nan == "stop":
+                return self._stopped_by_nan()
+            wanted = self._save_is_due() or any(outcome.save for outcome in outcomes)
+            if wanted and outcomes[-1].finite:  # this step's own: it has been read when a save is wanted
+                self._save()
+            if any(outcome.stop for outcome in outcomes):
+                return self._end(preempted=True)
+        if not all(outcome.finite for outcome in self._read()) and self.config.optimizer.on_nan == "stop":
+            return self._stopped_by_nan()
+        return self._end(preempted=False)
+
+    def _stopped_by_nan(self) -> int:
+        """End without a save: the last checkpoint is of a step whose loss and gradient were finite."""
+        self.saver.wait()
+        return codes.STOPPED_BY_NAN
+
+    def _make(self, data: StepData) -> None:
+        """One step: the update itself, and what is to be told of it once its control word is read."""
+        update, save = self.step + 1, self._minutes_are_over()
+        with self.traced(update):
+            word = self.training.step(update, data.microbatches, save=save, stop=self.told_to_stop)
+        self.step += 1
+        if self.config.model.compile:
+            self._tell_compiling()
+        self.after_step()
+        samples, tokens = sum(self.feed.consumed.values()), self.feed.consumed_tokens
+        self._unread.append(_Made(self.step, word, data, samples, tokens, self._validate()))
+        for line in self.saver.poll():
+            logger.error(line)
+
+    def _tell_compiling(self) -> None:
+        """Say how long was spent compiling since the last step, if at all: shapes were new."""
+        seconds, before = seconds_compiling(), self._seconds_compiling
+        if seconds > before:
+            logger.info(f"compiled for {seconds - before:.1f} s by the end of step {self.step} (model.compile)")
+        self._seconds_compiling = seconds
+
+    def _validate(self) -> float | None:
+        """The loss on the stage's validation set, when it is time for it; its seconds are not the step's."""
+        interval = self.config.tokens.val_check_interval
+        if interval < 1 or self.step % interval:
+            return None
+        start = time.perf_counter()
+        loss = validation_loss(self.training, self.feed.validation(self.step), self.mesh)
+        self._clock += time.perf_counter() - start
+        return loss
+
+    def _reads_now(self) -> bool:
+        """Whether this step's word must be read before the next step: it is to be printed, or saved after."""
+        return self.step % self.config.logging.iteration_step_info_interval == 0 or self._save_is_due()
+
+    def _save_is_due(self) -> bool:
+        return self.step % self.config.checkpoints.checkpoint_interval == 0
+
+    def _minutes_are_over(self) -> bool:
+        minutes = self.config.checkpoints.interval_minutes
+        return minutes is not None and time.perf_counter() - self._last_save_time > 60 * minutes
+
+    def _read(self, keep: int = 0) -> list[Outcome]:
+        """Read the control words of all but the last ``keep`` steps, and log those steps."""
+        outcomes = []
+        while len(self._unread) > keep:
+            made = self._unread.popleft()
+            outcome = made.word.read()
+            outcomes.append(outcome)
+            self._log(made, outcome)
+        return outcomes
+
+    def _log(self, made: _Made, outcome: Outcome) -> None:
+        now = time.perf_counter()
+        values: dict[str, float | int | str] = {
+            "lm_loss": outcome.lm_loss,
+            "grad_norm": outcome.grad_norm,
+            "lr": self._learning_rate(made.step),
+            "seconds": now - self._clock,
+            "num_samples": made.data.num_samples,
+            "num_tokens": made.data.num_tokens,
+            "consumed_samples": made.consumed_samples,
+            "consumed_tokens": made.consumed_tokens,
+            "stage": made.data.stage,
+        }
+        if made.val_loss is not None:
+            values["val_loss"] = made.val_loss
+        if self.config.model.model_config.z_loss_enabled:
+            values["z_loss"] = outcome.z_loss
+        self._clock = now
+        values |= outcome.details
+        self.metrics.log(made.step, values)
+        if not outcome.finite:
+            policy = "stopping" if self.config.optimizer.on_nan == "stop" else "its update was left out"
+            logger.warning(
+                f"step {made.step}: loss {outcome.lm_loss} or gradient norm {outcome.grad_norm} is not finite; "
+                f"{policy} (optimizer.on_nan: {self.config.optimizer.on_nan})"
+            )
+
+    def _learning_rate(self, update: int) -> float:
+        return learning_rate(self.config.optimizer.learning_rate_scheduler, update)
+
+    def _save(self) -> None:
+        """Begin a checkpoint of the current step."""
+        self.saver.save(self.step, list(self.training.pieces()), self._state(), _texts(self.config))
+        self._last_saved, self._last_save_time = self.step, time.perf_counter()
+        logger.info(f"saving step {self.step} to {self.config.checkpoints.checkpoints_path}")
+        logger.info(f"samples consumed: {self.feed.counters()}")
+
+    def _state(self) -> dict[str, Any]:
+        """state.json: the position of the run, and what bit-identical resuming depends on."""
+        return {
+            "step": self.step,
+            **self.feed.state_dict(),
+            "optimizer_updates": float(self.training.optimizer.updates),
+            "lr": self._learning_rate(self.step) if self.step else None,
+            "data": self.feed.fingerprints(),
+            "layout": {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")},
+            "threads_per_rank": torch.get_num_threads(),
+            "device": _device_name(self.training.optimizer.updates.device),
+            "versions": {name: version(name) for name in ("nanotron", "torch", "numpy")},
+        }
+
+    def _end(self, *, preempted: bool) -> int:
+        """Save what is to be saved last, wait for it, and say how the run ended."""
+        if self._last_saved != self.step and (preempted or self.config.checkpoints.save_final_state):
+            self._save()
+        saved = self.saver.wait()
+        for line in self.saver.poll():
+            logger.error(line)
+        if preempted:
+            logger.info(f"stopped at step {self.step} as told, " + ("saved" if saved else "but not saved"))
+            return codes.PREEMPTED if saved else codes.PREEMPTED_UNSAVED
+        return codes.DONE if saved else codes.USER_MISTAKE
+
+
+def _texts(config: Config) -> dict[str, str]:
+    """The files that make a checkpoint readable without its run directory."""
+    import json
+
+    from nanotron.config.document import dump
+
+    plain = config.to_dict()
+    return {
+        "config.yaml": dump(plain),
+        "model_config.json": json.dumps(plain["model"]["model_config"], indent=1) + "\n",
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    import platform
+
+    if device.type == "cpu":
+        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+@contextmanager
+def _signals(run: Run) -> Iterator[None]:
+    """Turn SIGTERM, SIGINT and SIGUSR1 into the wish to save and stop after the current step."""
+
+    def wish(number: int, frame: FrameType | None) -> None:
+        run.told_to_stop = True
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.signal(number, wish) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _located(run: Run) -> Iterator[None]:
+    """Note on an exception at which stage, step and action it left this rank."""
+    try:
+        yield
+    except Exception as error:
+        where = {"stage": run.mesh.coord("pp"), "step": run.step + 1, "action": run.training.pipeline.current_action}
+        error.where = where  # type: ignore[attr-defined]
+        raise
