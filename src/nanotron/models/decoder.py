@@ -20,9 +20,11 @@ from nanotron.batch import Batch
 from nanotron.models.cache import LayerCache
 from nanotron.models.specs import EMBED, FINAL_NORM, head_name
 from nanotron.ops.attention import causal_attention
+from nanotron.ops.cross_entropy import cross_entropy
+from nanotron.ops.embedding import embedding
 from nanotron.ops.fused import Fuse, add_and_norm, as_written, queries_and_keys, rms_norm, swiglu
-from nanotron.ops.linear import Rotary, TensorParallel, cross_entropy, embedding, linear
-from nanotron.ops.rope import rotary_frequencies
+from nanotron.ops.linear import TensorParallel, linear
+from nanotron.ops.rope import Rotary, rotary_frequencies
 from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.comm import copy_to, gather
 from nanotron.parallel.mesh import Mesh

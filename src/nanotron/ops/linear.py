@@ -1,6 +1,6 @@
-"""The layers a model is made of; the only places where a forward meets the tensor-parallel axis are named here.
+"""The one matmul of every model, with its collectives over tp and the way its weight gradient takes.
 
-b rows   s tokens of a row   t tensor-parallel ranks   d hidden size   V vocabulary   h heads   e head dim
+b rows   s tokens of a row   t tensor-parallel ranks   d hidden size   k, n input and output features
 Activations between blocks are [b, s, d], or [b, s/t, d] under sequence parallelism.
 """
 
@@ -12,26 +12,20 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ProcessGroup
 
-from nanotron.batch import IGNORED_LABEL
-from nanotron.ops.fused import Fuse, as_written, logit_gradient, softmax_and_log_z
 from nanotron.ops.gemm import add_product, product
 from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.comm import (
     Arrival,
     all_gather,
-    all_reduce,
     all_reduce_,
     begin_all_gather,
     begin_all_reduce_,
     begin_reduce_scatter,
     reduce_scatter,
-    scatter_sum,
-    sum_from,
 )
 from nanotron.parallel.mesh import Mesh
 
@@ -67,9 +61,6 @@ class TensorParallel:
     def exit(self) -> Exit:
         """How the partial results of a row-cut matmul are summed."""
         return "scatter" if self.sequence_parallel else "sum"
-
-
-# ------------------------------------------------------------------- linear
 
 
 def linear(
@@ -124,7 +115,7 @@ class _Linear(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         group = ctx.tp.mesh.group("tp")
         bias_grads = [
-            _weight_grad(ctx.tp, bias, partial(_add_sum, grad=grad))
+            weight_grad(ctx.tp, bias, partial(_add_sum, grad=grad))
             for bias, grad in zip(ctx.biases, grads, strict=False)  # all of them, or none
         ]
         if ctx.exit == "scatter":
@@ -136,7 +127,7 @@ class _Linear(Function):
             leaving = ctx.tp.awaited(_begin_leaving(_input_grad(grads, ctx.weights), ctx.enter, group))
         x = entering()
         weight_grads = [
-            _weight_grad(ctx.tp, w, partial(_add_product, grad=grad, x=x))
+            weight_grad(ctx.tp, w, partial(_add_product, grad=grad, x=x))
             for w, grad in zip(ctx.weights, grads, strict=True)
         ]
         return leaving and leaving(), None, None, None, None, *weight_grads, *bias_grads
@@ -185,7 +176,7 @@ def _at(biases: Sequence[Tensor], i: int) -> Tensor | None:
     return biases[i].flatten() if biases else None
 
 
-def _weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
+def weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
     """Send a weight's gradient into its buffer, or, for a weight without one, return it for autograd to keep."""
     if weight in tp.weight_grads.into:
         tp.weight_grads.add(weight, accumulate)
@@ -203,102 +194,3 @@ def _add_product(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
 def _add_sum(buffer: Tensor, grad: Tensor) -> None:
     """buffer += the sum of grad over all tokens."""
     buffer.view(-1).add_(grad.flatten(0, -2).sum(0, dtype=buffer.dtype))
-
-
-# ------------------------------------------------------ vocabulary, cut over tp
-
-
-def embedding(tokens: Tensor, weight: Tensor, first_row: int, tp: TensorParallel) -> Tensor:
-    """Look up token vectors in a table whose rows are spread over tp; this rank's ``weight`` starts at ``first_row``.
-
-    tokens [b, s] -> [b, s, d], or [b, s/t, d] under sequence parallelism.
-    Forward: local look-up (zeros for foreign tokens), then all-reduce or reduce-scatter. Backward: its transpose, then
-    rows are added to the table's gradient.
-    """
-    vectors: Tensor = _Embedding.apply(tokens, weight, first_row, tp)  # type: ignore[no-untyped-call]
-    if tp.sequence_parallel:
-        return scatter_sum(vectors, tp.mesh, "tp", dim=1)
-    return sum_from(vectors, tp.mesh, "tp")
-
-
-class _Embedding(Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, first_row: int, tp: TensorParallel) -> Tensor:
-        rows, foreign = _local_ids(tokens, first_row, weight.shape[0])
-        ctx.save_for_backward(rows, foreign)
-        ctx.tp, ctx.weight = tp, weight
-        return F.embedding(rows, weight).masked_fill_(foreign[..., None], 0)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, foreign = ctx.saved_tensors
-        grad = grad.masked_fill(foreign[..., None], 0)
-        return None, _weight_grad(ctx.tp, ctx.weight, partial(_add_rows, rows=rows, grad=grad)), None, None
-
-
-def _local_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Ids relative to this rank's rows [first, first + count), 0 for foreign ones, and a mask of the foreign ones."""
-    foreign = (ids < first) | (ids >= first + count)
-    return (ids - first).masked_fill(foreign, 0), foreign
-
-
-def _add_rows(buffer: Tensor, rows: Tensor, grad: Tensor) -> None:
-    buffer.index_add_(0, rows.flatten(), grad.flatten(0, -2).to(buffer.dtype))
-
-
-def cross_entropy(
-    logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh, *, fuse: Fuse = as_written
-) -> tuple[Tensor, Tensor]:
-    """Sums over the valid tokens of −log p(label) and of (log Σ exp logits)², from logits spread over tp.
-
-    logits [b, s, V/t], of which this rank's columns start at ``first_column``; labels [b, s].
-    Three numbers per token cross ranks, never the logits. Forward: all-reduce max, all-reduce sum; backward: nothing.
-    Computed in float32 at least.
-    """
-    losses: tuple[Tensor, Tensor] = _CrossEntropy.apply(logits, labels, first_column, mesh, fuse)  # type: ignore[no-untyped-call]
-    return losses
-
-
-class _CrossEntropy(Function):
-    """Each rank takes the softmax of its own columns, and then learns its ``share``: what they are of all columns."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh, fuse: Fuse
-    ) -> tuple[Tensor, Tensor]:
-        group = mesh.group("tp")
-        ctx.dtype, ctx.shape, ctx.fuse = logits.dtype, logits.shape, fuse
-        logits, labels = logits.flatten(0, 1), labels.flatten()  # [b, s, V/t] -> [b·s, V/t]
-        softmax, local_log_z = fuse(softmax_and_log_z)(logits)
-        peak = all_reduce(local_log_z, group, ReduceOp.MAX)
-        columns, foreign = _local_ids(labels, first_column, logits.shape[1])
-        target = (logits.gather(1, columns[:, None]).squeeze(1) - peak).masked_fill(foreign, 0)
-        total, target = all_reduce(torch.stack([(local_log_z - peak).exp(), target]), group)
-        log_total = total.log()
-        valid = labels != IGNORED_LABEL
-        log_z = log_total + peak
-        ctx.save_for_backward(softmax, (local_log_z - log_z).exp(), columns, foreign, valid, log_z)
-        return (log_total - target).masked_fill(~valid, 0).sum(), log_z.masked_fill(~valid, 0).square().sum()
-
-    @staticmethod
-    def backward(ctx: Any, lm_grad: Tensor, z_grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        softmax, share, columns, foreign, valid, log_z = ctx.saved_tensors
-        scale = share * (lm_grad + 2 * z_grad * log_z) * valid
-        mine = ((valid & ~foreign) * lm_grad).to(softmax.dtype)
-        grad = ctx.fuse(logit_gradient)(softmax, scale, columns, mine, ctx.dtype)
-        return grad.view(ctx.shape), None, None, None, None
-
-
-# -------------------------------------------------------------------- rotary
-
-
-class Rotary:
-    """Rotary position embedding (arXiv 2104.09864) for one microbatch: the angles of its positions, for all layers.
-
-    positions [b, s]; frequencies [e/2], one per pair of dims; ``interleaved`` pairs dims (2i, 2i+1), else (i, i+e/2).
-    """
-
-    def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, *, interleaved: bool) -> None:
-        angles = positions[..., None].to(frequencies.dtype) * frequencies  # [b, s, e/2]
-        self.cos, self.sin = angles.cos().to(dtype)[:, :, None], angles.sin().to(dtype)[:, :, None]  # [b, s, 1, e/2]
-        self.interleaved = interleaved

@@ -1,4 +1,7 @@
-"""How fast each pair of head dims turns with the position, with the scalings that lengthen a trained context."""
+"""Rotary position embedding (RoPE): how fast each pair of head dims turns, and the angles of a microbatch's positions.
+
+The rotation itself is elementwise: fused.py.
+"""
 
 from __future__ import annotations
 
@@ -29,3 +32,15 @@ def rotary_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.de
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)  # 1: fast, kept; 0: slow, divided
     return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+class Rotary:
+    """Rotary position embedding (arXiv 2104.09864) for one microbatch: the angles of its positions, for all layers.
+
+    positions [b, s]; frequencies [e/2], one per pair of dims; ``interleaved`` pairs dims (2i, 2i+1), else (i, i+e/2).
+    """
+
+    def __init__(self, positions: Tensor, frequencies: Tensor, dtype: torch.dtype, *, interleaved: bool) -> None:
+        angles = positions[..., None].to(frequencies.dtype) * frequencies  # [b, s, e/2]
+        self.cos, self.sin = angles.cos().to(dtype)[:, :, None], angles.sin().to(dtype)[:, :, None]  # [b, s, 1, e/2]
+        self.interleaved = interleaved
