@@ -13,13 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanotron.checkpoint.agreement import Agreement, LocalStore
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume, newest_complete
 from nanotron.checkpoint.storage import LocalFolder
 from nanotron.checkpoint.write import Saver
+from nanotron.parallel import agreement
 from nanotron.parallel.params import Box
+from nanotron.parallel.store import LostPeers
 
 
 class FaultyFolder(LocalFolder):
@@ -312,37 +313,33 @@ def silent_rank_1(rank: int, world: int, folder: str) -> list[str]:
     import torch.distributed as dist
 
     saver = Saver(folder, rank, world, dist.distributed_c10d._get_default_store(), timeout_s=0.3)
-    if rank == 0:
-        saver.save(1, pieces(1.0), {})
+    if rank == 1:
+        return []
+    saver.save(1, pieces(1.0), {})
+    with pytest.raises(LostPeers) as lost:
         saver.wait()
+    assert lost.value.ranks == [1]
+    with pytest.raises(LostPeers):  # nor does another save go on without it
+        saver.save(2, pieces(1.0), {})
     return saver.poll()
 
 
-def test_a_rank_that_says_nothing_is_named(pool, tmp_path: Path) -> None:
-    lines = pool.run(2, silent_rank_1, str(tmp_path))[0]
-    assert len(lines) == 1
-    assert lines[0].endswith("rank 1 did not answer within 0.3 s")
+def test_a_rank_that_says_nothing_is_named_and_ends_the_saving(pool, tmp_path: Path) -> None:
+    (line,) = pool.run(2, silent_rank_1, str(tmp_path))[0]
+    assert line.startswith("checkpoint of step 1 failed")
+    assert line.endswith("rank 1 did not answer within 0.3 s")
 
 
-def test_agreements_leave_nothing_in_the_store_but_the_last_answer() -> None:
-    store = LocalStore()
-    agreement = Agreement("topic", 0, 1, store)
-    for i in range(5):
-        assert agreement.decide(str(i), i, lambda values: values[0] + 1) == i + 1
-    assert set(store._values) == {"topic/1/4/answer", "topic/begun/0"}
-
-
-def decide_twice(rank: int, world: int) -> list[int]:
-    import torch.distributed as dist
-
-    store = dist.distributed_c10d._get_default_store()
-    answers = []
-    for value in (1, 2):
-        if rank == 0:
-            time.sleep(0.05)  # so that rank 1 looks for an answer while only the first one's could be there
-        answers.append(Agreement("topic", rank, world, store).decide("same", value, sum))
-    return answers
-
-
-def test_a_second_agreement_of_a_topic_does_not_hear_the_first_one_s_answers(pool) -> None:
-    assert pool.run(2, decide_twice) == [[2, 4], [2, 4]]
+def test_a_disk_that_hangs_is_said_with_the_file_and_not_given_up(
+    tmp_path: Path, faulty, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agreement, "SAY_S", 0.05)
+    saver = Saver(str(tmp_path), timeout_s=0.1)
+    faulty.gate.clear()
+    saver.save(1, pieces(1.0), {})
+    deadline = time.monotonic() + 30
+    while not caplog.messages and time.monotonic() < deadline:
+        time.sleep(0.01)
+    faulty.gate.set()
+    assert caplog.messages[0].startswith(f"rank 0 has been writing {tmp_path}/1/shard-00000-of-00001.safetensors for")
+    assert saver.wait()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nanotron.launch.failures import Failure, failure_of, first_of, read_failures, write_failure
+from nanotron.parallel.store import LostPeers, LostStore
 
 
 def failure(rank: int, kind: str, when: float, **where: object) -> Failure:
@@ -19,6 +20,8 @@ def failure(rank: int, kind: str, when: float, **where: object) -> Failure:
         (RuntimeError("[pair.cc:537] Connection closed by peer [127.0.0.1]:39393"), "peer"),
         (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), "timeout"),
         (ConnectionResetError("Connection reset by peer"), "peer"),
+        (LostPeers("rank 1 did not answer within 30 s", [1]), "timeout"),
+        (LostStore("the store of the ranks is gone"), "peer"),
     ],
 )
 def test_an_error_is_told_apart_from_the_loss_of_a_peer(error: Exception, kind: str) -> None:

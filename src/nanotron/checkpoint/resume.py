@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from nanotron.checkpoint.agreement import Agreement, Store
 from nanotron.checkpoint.format import INDEX, STATE, Damaged
 from nanotron.checkpoint.retention import complete_steps, read_index, step_names
 from nanotron.checkpoint.storage import Folder, LocalFolder, open_folder, read_text
 from nanotron.checkpoint.verify import damaged_files
 from nanotron.errors import ConfigError
+from nanotron.parallel.agreement import Agreement
+from nanotron.parallel.store import Store
 
 KEY = "checkpoints.resume_checkpoint_path"
 AUTO = {"auto", "null", "none"}
@@ -84,13 +85,14 @@ def agree_resume(
     store: Store | None = None,
     *,
     verify: bool = True,
+    timeout_s: float = 600.0,
 ) -> Resume | None:
     """``find_resume`` for all ranks: rank 0 looks, the files are verified by all, every rank gets the same answer.
 
     A damaged checkpoint is named. ``auto`` then takes the one before it and says so; a path is refused, with the one
     before it as the offer. Raises the same ConfigError on every rank.
     """
-    agreement = Agreement("checkpoint/resume", rank, world, store)
+    agreement = Agreement("checkpoint/resume", rank, world, store, timeout_s=timeout_s)
     automatic = str(resume_checkpoint_path or "auto").lower() in AUTO
     before: int | None = None
     notices: tuple[str, ...] = ()
@@ -119,7 +121,7 @@ def _agree_on_candidate(agreement: Agreement, where: str, *arguments: Any) -> Re
             return {"problems": error.problems}
         return {"found": [found.checkpoint, found.step, found.notices] if found else None}
 
-    answer = agreement.decide(f"{where}/candidate", None, look)
+    answer = agreement.decide(f"{where}/candidate", None, look, doing=f"looking for a checkpoint in {arguments[0]}")
     if "problems" in answer:
         raise ConfigError(answer["problems"])
     if answer["found"] is None:
@@ -131,7 +133,8 @@ def _agree_on_candidate(agreement: Agreement, where: str, *arguments: Any) -> Re
 def _agree_on_damage(agreement: Agreement, where: str, checkpoint: str, rank: int, world: int) -> list[str]:
     try:
         folder = open_folder(checkpoint)
-        mine = damaged_files(folder, read_index(folder), rank, world)
+        with agreement.at_work(f"reading {checkpoint} to compare checksums"):
+            mine = damaged_files(folder, read_index(folder), rank, world)
     except Damaged as error:  # another node sees another folder
         mine = [f"rank {rank}: {checkpoint}: {error}"]
     damage: list[str] = agreement.decide(
@@ -204,12 +207,14 @@ def _why_no_checkpoint(folder: Folder, names: list[str]) -> str:
     return "it holds neither an index.json nor steps"
 
 
-def check_shared(checkpoints_path: str, rank: int, world: int, store: Store | None) -> None:
+def check_shared(
+    checkpoints_path: str, rank: int, world: int, store: Store | None, *, timeout_s: float = 600.0
+) -> None:
     """Refuse a checkpoints_path that not every rank sees: rank 0 writes a file there, all others look for it."""
     folder = open_folder(checkpoints_path)
     if world == 1 or not isinstance(folder, LocalFolder):
         return
-    agreement = Agreement("checkpoint/shared", rank, world, store)
+    agreement = Agreement("checkpoint/shared", rank, world, store, timeout_s=timeout_s)
 
     def write(_: list[Any]) -> dict[str, str]:
         name = f".shared-{uuid4().hex}"
@@ -220,7 +225,7 @@ def check_shared(checkpoints_path: str, rank: int, world: int, store: Store | No
             return {"problem": f"checkpoints.checkpoints_path={folder.path} cannot be written ({error.strerror})"}
         return {"name": name}
 
-    written = agreement.decide("write", None, write)
+    written = agreement.decide("write", None, write, doing=f"writing to {folder.path}")
     if "problem" in written:
         raise ConfigError(written["problem"])
     sees = written["name"] in folder.names()

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import xxhash
 
-from nanotron.checkpoint.agreement import Agreement, Store
 from nanotron.checkpoint.commit import attempt, describe, write_index
 from nanotron.checkpoint.format import (
     INDEX,
@@ -33,6 +32,8 @@ from nanotron.checkpoint.format import (
 )
 from nanotron.checkpoint.retention import delete_old_steps, delete_step
 from nanotron.checkpoint.storage import CHUNK_BYTES, Chunk, Folder, open_folder
+from nanotron.parallel.agreement import Agreement
+from nanotron.parallel.store import LostPeers, Store
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -84,7 +85,8 @@ class Saver:
     """Saves a run's checkpoints under ``checkpoints_path``; every rank has one and calls it for the same steps.
 
     ``store`` is torch.distributed's (None for one process). ``keep_last_n`` complete steps are kept, and those that
-    ``keep_every`` divides; None keeps all. A save waits at most ``timeout_s`` for other ranks' files.
+    ``keep_every`` divides; None keeps all. A save waits for other ranks as long as they write; at most ``timeout_s``
+    for one that gives no sign of life.
     ``copy_to`` is a second folder, such as an object store, that gets every checkpoint once it is complete here.
     ``last_complete`` is the step that the run goes on from, if it does.
     """
@@ -100,7 +102,7 @@ class Saver:
         keep_every: int | None = None,
         copy_to: str | None = None,
         last_complete: int | None = None,
-        timeout_s: float = 3600.0,
+        timeout_s: float = 600.0,
     ) -> None:
         self.last_complete = last_complete
         self._folder = open_folder(checkpoints_path)
@@ -113,6 +115,7 @@ class Saver:
         self._errors: SimpleQueue[str] = SimpleQueue()
         self._saves = 0
         self._succeeded = True
+        self._lost: LostPeers | None = None
 
     def save(
         self, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], texts: Mapping[str, str] | None = None
@@ -134,10 +137,15 @@ class Saver:
         return [self._errors.get() for _ in range(self._errors.qsize())]
 
     def wait(self) -> bool:
-        """Block until no save is in flight; whether the last one is complete (True if there was none)."""
+        """Block until no save is in flight; whether the last one is complete (True if there was none).
+
+        Raises LostPeers, which names them, once a save has waited in vain for other ranks.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._lost is not None:
+            raise self._lost
         return self._succeeded
 
     def _run(self, step: int, documents: Mapping[str, str]) -> None:
@@ -162,6 +170,9 @@ class Saver:
         """Write a step into a folder of steps; whatever goes wrong is told, or every other rank would hang."""
         try:
             return self._write_step(place, step, documents)
+        except LostPeers as error:
+            self._lost = LostPeers(f"saving step {step} to {place.path}: {error}", error.ranks)
+            return [str(error)]
         except Exception as error:
             return [f"rank {self._rank}: {describe(error)}"]
 
@@ -169,19 +180,25 @@ class Saver:
         folder = place.join(str(step))
         question = f"{self._saves}-{step}{'-copy' if place is self._copy else ''}"
         problems: list[str] = self._agreement.decide(
-            f"{question}-open", None, lambda _: attempt(lambda: self._open(folder))
+            f"{question}-open", None, lambda _: attempt(lambda: self._open(folder)), doing=f"clearing {folder.path}"
         )
         if problems:
             return problems
         report: dict[str, Any] = {}
-        report["problems"] = attempt(lambda: report.update(self._write_shard(folder)))
+        with self._agreement.at_work(f"writing {folder.path}/{shard_name(self._rank, self._world)}"):
+            report["problems"] = attempt(lambda: report.update(self._write_shard(folder)))
         problems = self._agreement.decide(
-            f"{question}-commit", report, lambda reports: self._commit(step, folder, documents, reports)
+            f"{question}-commit",
+            report,
+            lambda reports: self._commit(step, folder, documents, reports),
+            doing=f"writing {folder.path}/{INDEX}",
         )
         if problems:
             attempt(lambda: folder.remove(shard_name(self._rank, self._world)))
         elif self._rank == 0:
-            self._report(f"checkpoint {folder.path} is complete, but", attempt(lambda: self._tidy(place, step)))
+            with self._agreement.at_work(f"deleting old steps of {place.path}"):
+                untidy = attempt(lambda: self._tidy(place, step))
+            self._report(f"checkpoint {folder.path} is complete, but", untidy)
         return problems
 
     def _open(self, folder: Folder) -> None:

@@ -48,7 +48,7 @@ class GeneralArgs:
         None, "CPU threads of each rank.", derived="cores of the machine // ranks on it, at least 1", gt=0
     )
     timeout_s: Float = key(
-        600.0, "Seconds that a rank waits in a collective before the run is ended with the rank that is behind.", gt=0
+        600.0, "Seconds that a rank waits for another one's sign of life before the run ends and names that one.", gt=0
     )
 
 

@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nanotron.parallel.store import LostPeers, LostStore
+
 KINDS = ("own", "killed", "timeout", "peer")
 STACK_SIGNAL = signal.SIGQUIT
 """A rank that gets it prints the stack of each of its threads and goes on."""
@@ -71,6 +73,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def _kind_of(error: BaseException) -> str:
+    if isinstance(error, LostPeers):
+        return "peer" if isinstance(error, LostStore) else "timeout"
     if not isinstance(error, (RuntimeError, ConnectionError, TimeoutError)):
         return "own"
     text = str(error).lower()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanotron.checkpoint.agreement import Store
 from nanotron.checkpoint.compare import changed_keys, check_model, saved_config
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
@@ -14,6 +13,7 @@ from nanotron.config import ExistingCheckpointInit
 from nanotron.convert.sources import load_weights
 from nanotron.logging import get_logger
 from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.store import Store
 from nanotron.training.step import Training
 from nanotron.training.topology import parameter_specs
 
@@ -68,12 +68,12 @@ def places(config: Config) -> tuple[str, str | None]:
 
 def _resume(config: Config, mesh: Mesh, store: Store | None) -> Resume | None:
     """The checkpoint to continue from, the same on every rank; copies are looked at when the folder itself has none."""
-    checkpoints = config.checkpoints
+    checkpoints, timeout_s = config.checkpoints, config.general.timeout_s
     for place in places(config):
         if place is not None:
-            check_shared(place, mesh.rank, mesh.world, store)
-            wish = checkpoints.resume_checkpoint_path
-            found = agree_resume(place, wish, mesh.rank, mesh.world, store, verify=checkpoints.verify)
+            check_shared(place, mesh.rank, mesh.world, store, timeout_s=timeout_s)
+            wish, verify = checkpoints.resume_checkpoint_path, checkpoints.verify
+            found = agree_resume(place, wish, mesh.rank, mesh.world, store, verify=verify, timeout_s=timeout_s)
             if found is not None:
                 return found
     return None

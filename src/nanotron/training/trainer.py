@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nanotron.checkpoint.agreement import Store
 from nanotron.checkpoint.compare import check_data
 from nanotron.checkpoint.write import Saver
 from nanotron.data.feed import EndOfData, Feed, StepData
@@ -28,6 +27,7 @@ from nanotron.metrics.record import Metrics
 from nanotron.ops.fused import seconds_compiling
 from nanotron.optim.lr import learning_rate
 from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.store import Store
 from nanotron.pipeline.trace import recorder
 from nanotron.training.evaluate import validation_loss
 from nanotron.training.init_or_resume import Start, load_or_begin, places
@@ -77,6 +77,7 @@ def train(
         keep_every=checkpoints.keep_every,
         copy_to=copy_to,
         last_complete=start.step or None,
+        timeout_s=config.general.timeout_s,
     )
     run = Run(config, mesh, training, feed, metrics, saver, step=start.step)
     try:
