@@ -17,7 +17,14 @@ from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, wa
 from nanotron.config.load import Reading, notices, read_file, refuse
 from nanotron.config.messages import nearest, show
 from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
-from nanotron.data.probe import empty_documents, model_vocab_size, probe_stages
+from nanotron.data.probe import (
+    FoundDataset,
+    dataset_problems,
+    datasets_of,
+    empty_documents,
+    model_vocab_size,
+    vocabulary_problems,
+)
 from nanotron.errors import ConfigError
 from nanotron.logging import human_format
 from nanotron.models.hf_nanotron_names import matching
@@ -60,7 +67,7 @@ def examine(
     if reading.config is not None:
         refuse(reading)
         _ask(reading, reading.config, [*RULES, _fits(nproc)])
-        _ask(reading, reading.config, [*PROBES, *FILE_PROBES] if files else PROBES)
+        _ask(reading, reading.config, [*PROBES, *FILE_PROBES, *_data_can_be_read(reading.config)] if files else PROBES)
     config = reading.value()
     if config.model.model_config.vocab_size is None:
         fill(config.model.model_config, "vocab_size", model_vocab_size(config))
@@ -182,11 +189,19 @@ def _patterns_match_parameters(config: Config) -> Findings:
             yield key, f"{pattern} is not a regular expression: {error}"
 
 
-@_file_probe("data_stages", "tokenizer", "model.model_config.vocab_size", "tokens.sequence_length")
-def _data_can_be_read(config: Config) -> Findings:
-    problems = probe_stages(config)
-    about_files = [problem for problem in problems if problem.path[0] == "data_stages"]
-    for problem in about_files or problems:  # what is not there cannot tell its vocabulary either
+def _data_can_be_read(config: Config) -> list[Rule]:
+    """A rule for each data set, so that what is wrong with one hides nothing that is wrong with another."""
+
+    def ask(found: FoundDataset) -> Rule:
+        keys = (found.path, (*found.path[:2], "sequence_length"), path_of("tokens.sequence_length"))
+        return Rule(keys, lambda _: ((dotted(problem.path), problem.text) for problem in dataset_problems(found)))
+
+    return [ask(found) for found in datasets_of(config)]
+
+
+@_file_probe("data_stages[].data.dataset", "data_stages[].validation", "tokenizer", "model.model_config.vocab_size")
+def _vocabulary_is_known(config: Config) -> Findings:
+    for problem in vocabulary_problems(config):
         yield dotted(problem.path), problem.text
 
 

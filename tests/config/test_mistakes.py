@@ -13,6 +13,9 @@ from nanotron.errors import ConfigError
 
 TABLE = yaml.safe_load((Path(__file__).parent / "wrong.yaml").read_text(encoding="utf-8"))
 RIGHT: str = TABLE["right"]
+RATES = "learning_rate: 3e-4, min_decay_lr: 1e-5"
+QUIET = RIGHT.replace("64", "64\n    intermediate_size: 128").replace("3e-4", "3e-4\n    min_decay_lr: 1e-5")
+"""The right config without the defaults that are remarked on."""
 
 
 def text_of(case: dict[str, Any]) -> str:
@@ -128,4 +131,70 @@ def test_what_is_legal_and_surprising_gets_a_notice(tmp_path: Path) -> None:
         "22: data_stages[1].start_training_step: 11 is never reached: tokens.train_steps=10",
         "23: general.ignore_sanity_checks: no effect: replicas are equal by construction and tested to be; there are no"
         " checks at run time to switch",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "said"),
+    [
+        (
+            "lr_warmup_steps: 11",
+            "lr_warmup_steps: 11 is longer than the run, tokens.train_steps=10, which ends while the learning rate"
+            " still rises",
+        ),
+        (
+            "lr_decay_starting_step: 10, lr_decay_steps: 31",
+            "lr_decay_starting_step: 10 is not before the end of the run, tokens.train_steps=10: the learning rate does"
+            " not fall",
+        ),
+        (
+            "lr_decay_starting_step: 8, lr_decay_steps: 3",
+            "lr_decay_steps: 3 steps from step 8 end at 11, after the run, tokens.train_steps=10, which ends before the"
+            " learning rate has fallen to min_decay_lr=1e-05",
+        ),
+        ("lr_decay_starting_step: 8, lr_decay_steps: 2", ""),
+        ("lr_decay_starting_step: 2, lr_decay_steps: 3", ""),
+    ],
+)
+def test_a_schedule_that_is_longer_than_the_run_is_legal_and_it_is_said_what_happens(
+    scheduler: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(QUIET.replace("learning_rate: 3e-4\n    min_decay_lr: 1e-5", f"{{{RATES}, {scheduler}}}"))
+    lines = [line.split("learning_rate_scheduler.")[1] for line in examine(file).notices]
+    assert lines == ([said] if said else [])
+
+
+def test_validation_that_never_takes_place_is_legal_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(QUIET + "  val_check_interval: 5\n")
+    assert [line.removeprefix(f"{file}:") for line in examine(file).notices] == [
+        "20: tokens.val_check_interval: 5, but no data stage has a validation data set: none takes place"
+    ]
+    stage = "data_stages: [{name: a, start_training_step: 1, validation: {corpus: stdlib}}]\n"
+    file.write_text(QUIET + stage)
+    assert [line.removeprefix(f"{file}:") for line in examine(file).notices] == [
+        "20: data_stages[0].validation: is never read with tokens.val_check_interval=-1; set the steps from one"
+        " validation to the next"
+    ]
+    file.write_text(QUIET + "  val_check_interval: 5\n" + stage)
+    assert examine(file).notices == []
+
+
+def test_no_mistake_hides_another(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    stages = (
+        "data_stages:\n- name: a\n  start_training_step: 1\n  data:\n    seed: x\n"
+        "    dataset: {dataset_folder: absent}\n  validation: {dataset_folder: gone, token_size_in_bytes: 3}\n"
+        "- {name: a, start_training_step: 1}\n"
+    )
+    said = problems(tmp_path, RIGHT + "tokenizer: {tokenizer_name_or_path: tokenizer}\n" + stages)
+    assert [line.split(": ")[1] for line in said] == [
+        "tokenizer.tokenizer_name_or_path",
+        "data_stages[0].data.seed",
+        "data_stages[0].data.dataset.dataset_folder[0]",
+        "data_stages[0].validation.dataset_folder[0]",
+        "data_stages[0].validation.token_size_in_bytes",
+        "data_stages[1].name",
+        "data_stages[1].start_training_step",
     ]

@@ -138,10 +138,20 @@ def dotted(path: Path) -> str:
     return text
 
 
+ANY = ""
+"""Stands for every item of a list: `data_stages[].name`."""
+
+
 def path_of(name: str) -> Path:
-    """Read what `dotted` writes; `data_stages.0.data` is `data_stages[0].data` too."""
-    parts = re.sub(r"\[(\d+)\]", r".\1", name).split(".")
+    """Read what `dotted` writes; `data_stages.0.data` is `data_stages[0].data` too, `[]` is any item of a list."""
+    parts = re.sub(r"\[(\d*)\]", r".\1", name).split(".")
     return tuple(int(part) if part.isdigit() else part for part in parts)
+
+
+def overlap(one: Path, other: Path) -> bool:
+    """Tell whether two keys are the same, or one is inside the other."""
+    pairs = zip(one, other, strict=False)
+    return all(a == b or (ANY in (a, b) and (isinstance(a, int) or isinstance(b, int))) for a, b in pairs)
 
 
 class _Nullable:

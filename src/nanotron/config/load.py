@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from nanotron.config.compatibility import modernise
 from nanotron.config.config import Config
 from nanotron.config.document import Document, Problem, parse
-from nanotron.config.keys import Path, status_of, walk
+from nanotron.config.keys import Path, overlap, status_of, walk
 from nanotron.config.messages import Mistake, explain, meant, mistakes, show
 from nanotron.config.override import apply_override
 from nanotron.errors import ConfigError
@@ -37,7 +37,7 @@ class Reading:
 
     def is_sound(self, path: Path) -> bool:
         """Tell whether a key can be reasoned about: neither it nor anything around or inside it is at fault."""
-        return not any(path[: len(bad)] == bad or bad[: len(path)] == path for bad in self.broken)
+        return not any(overlap(path, bad) for bad in self.broken)
 
     def report(self, path: Path, text: str) -> None:
         """Add a problem at a key's place."""

@@ -18,6 +18,7 @@ Findings = Iterator[tuple[str, str]]
 HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
 LAYERS, TRAIN_STEPS = "model.model_config.num_hidden_layers", "tokens.train_steps"
 SEQUENCE, SCHEDULER = "tokens.sequence_length", "optimizer.learning_rate_scheduler"
+STAGE_SEQUENCES = "data_stages[].sequence_length"
 
 
 class Rule(NamedTuple):
@@ -120,7 +121,7 @@ def _every_rank_has_tokens(config: Config) -> Findings:
         yield "parallelism.tp", f"{config.parallelism.tp} ranks cannot share vocab_size={size}; use at most {size}"
 
 
-@rule("parallelism.tp_mode", "parallelism.tp", SEQUENCE, "data_stages")
+@rule("parallelism.tp_mode", "parallelism.tp", SEQUENCE, STAGE_SEQUENCES)
 def _sequences_divide_by_tp(config: Config) -> Findings:
     tp = config.parallelism.tp
     if not config.parallelism.sequence_parallel:
@@ -152,7 +153,7 @@ def _dtype_is_trainable(config: Config) -> Findings:
         yield "model.dtype", "float16 needs loss scaling, which is not available; use bfloat16"
 
 
-@rule("model.model_config.sliding_window_size", SEQUENCE, "data_stages")
+@rule("model.model_config.sliding_window_size", SEQUENCE, STAGE_SEQUENCES)
 def _windows_cover_sequences(config: Config) -> Findings:
     window, longest = config.model.model_config.sliding_window_size, max(config.stage_sequence_lengths)
     if window is not None and window < longest:
@@ -185,27 +186,12 @@ def _special_tokens_exist(config: Config) -> Findings:
 # --- length of the run, learning rate, profiler -----------------------------------------------------------------------
 
 
-@rule(f"{SCHEDULER}.lr_warmup_steps", TRAIN_STEPS)
-def _warmup_fits(config: Config) -> Findings:
-    warmup, steps = config.optimizer.learning_rate_scheduler.lr_warmup_steps, config.tokens.train_steps
-    if warmup > steps:
-        yield f"{SCHEDULER}.lr_warmup_steps", f"{warmup} is longer than the run, {TRAIN_STEPS}={steps}"
-
-
-@rule(f"{SCHEDULER}.lr_decay_starting_step", f"{SCHEDULER}.lr_decay_steps", f"{SCHEDULER}.lr_warmup_steps", TRAIN_STEPS)
-def _decay_fits(config: Config) -> Findings:
-    scheduler, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
-    start, length, warmup = scheduler.lr_decay_starting_step, scheduler.lr_decay_steps, scheduler.lr_warmup_steps
+@rule(f"{SCHEDULER}.lr_decay_starting_step", f"{SCHEDULER}.lr_warmup_steps")
+def _decay_follows_warmup(config: Config) -> Findings:
+    scheduler = config.optimizer.learning_rate_scheduler
+    start, warmup = scheduler.lr_decay_starting_step, scheduler.lr_warmup_steps
     if start < warmup:
         yield f"{SCHEDULER}.lr_decay_starting_step", f"{start} lies within the warm-up, lr_warmup_steps={warmup}"
-    if start > steps and start != warmup:
-        yield f"{SCHEDULER}.lr_decay_starting_step", f"{start} lies beyond the run, {TRAIN_STEPS}={steps}"
-    elif start <= steps < start + length:
-        yield (
-            f"{SCHEDULER}.lr_decay_steps",
-            f"{length} steps from step {start} end at {start + length}, beyond {TRAIN_STEPS}={steps};"
-            f" use at most {steps - start}, or leave it out",
-        )
 
 
 @rule(f"{SCHEDULER}.min_decay_lr", f"{SCHEDULER}.learning_rate")
@@ -250,7 +236,7 @@ def _profiler_fits(config: Config) -> Findings:
 # --- data stages ------------------------------------------------------------------------------------------------------
 
 
-@rule("data_stages")
+@rule("data_stages[].name", "data_stages[].start_training_step")
 def _stages_are_in_order(config: Config) -> Findings:
     stages = config.data_stages
     for index, stage in enumerate(stages):
@@ -268,18 +254,19 @@ def _stages_are_in_order(config: Config) -> Findings:
             )
 
 
-@rule("data_stages")
+@rule()
 def _tokens_have_a_size(config: Config) -> Findings:
     for index, stage in enumerate(config.data_stages):
-        size = getattr(stage.data.dataset, "token_size_in_bytes", None)
-        if size not in (None, 2, 4):
-            yield f"data_stages[{index}].data.dataset.token_size_in_bytes", f"{size} is not 2 or 4"
+        for name, dataset in (("data.dataset", stage.data.dataset), ("validation", stage.validation)):
+            size = getattr(dataset, "token_size_in_bytes", None)
+            if size not in (None, 2, 4):
+                yield f"data_stages[{index}].{name}.token_size_in_bytes", f"{size} is not 2 or 4"
 
 
 # --- legal, but worth a line ------------------------------------------------------------------------------------------
 
 
-@caution("model.model_config.max_position_embeddings", SEQUENCE, "data_stages")
+@caution("model.model_config.max_position_embeddings", SEQUENCE, STAGE_SEQUENCES)
 def _sequences_are_longer_than_meant(config: Config) -> Findings:
     meant = config.model.model_config.max_position_embeddings
     for key, length in _sequence_lengths(config):
@@ -287,7 +274,43 @@ def _sequences_are_longer_than_meant(config: Config) -> Findings:
             yield key, f"{length} is longer than model.model_config.max_position_embeddings={meant}"
 
 
-@caution(TRAIN_STEPS, "data_stages")
+@caution(f"{SCHEDULER}.lr_warmup_steps", f"{SCHEDULER}.lr_decay_starting_step", TRAIN_STEPS)
+def _the_run_ends_before_its_schedule(config: Config) -> Findings:
+    """A schedule may be longer than the run: one tries a few steps of it, or goes on later with more train_steps."""
+    scheduler, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
+    warmup, start, length = scheduler.lr_warmup_steps, scheduler.lr_decay_starting_step, scheduler.lr_decay_steps
+    run = f"the run, {TRAIN_STEPS}={steps}"
+    if warmup > steps:
+        key, text = "lr_warmup_steps", f"{warmup} is longer than {run}, which ends while the learning rate still rises"
+    elif scheduler.min_decay_lr == scheduler.learning_rate:
+        return
+    elif start >= steps and length:
+        key, text = "lr_decay_starting_step", f"{start} is not before the end of {run}: the learning rate does not fall"
+    elif start + length > steps:
+        key = "lr_decay_steps"
+        text = (
+            f"{length} steps from step {start} end at {start + length}, after {run}, which ends before the learning"
+            f" rate has fallen to min_decay_lr={scheduler.min_decay_lr}"
+        )
+    else:
+        return
+    yield f"{SCHEDULER}.{key}", text
+
+
+@caution("tokens.val_check_interval", "data_stages[].validation")
+def _validation_takes_place(config: Config) -> Findings:
+    interval = config.tokens.val_check_interval
+    validated = [index for index, stage in enumerate(config.data_stages) if stage.validation is not None]
+    if interval > 0 and not validated:
+        yield "tokens.val_check_interval", f"{interval}, but no data stage has a validation data set: none takes place"
+    for index in validated if interval < 1 else []:
+        yield (
+            f"data_stages[{index}].validation",
+            f"is never read with tokens.val_check_interval={interval}; set the steps from one validation to the next",
+        )
+
+
+@caution(TRAIN_STEPS, "data_stages[].start_training_step")
 def _stages_are_reached(config: Config) -> Findings:
     for index, stage in enumerate(config.data_stages):
         if stage.start_training_step > config.tokens.train_steps > 0:

@@ -39,44 +39,60 @@ class DataProblem(NamedTuple):
         return f"{dotted.removeprefix('.')}: {self.text}"
 
 
-def probe_stages(config: Config) -> list[DataProblem]:
-    """Everything wrong with the data of every stage, as far as metadata and file sizes tell."""
-    problems: list[DataProblem] = []
+class FoundDataset(NamedTuple):
+    """A data set of the config: its key, what it is, and the tokens per sample that are read of it."""
+
+    path: tuple[str | int, ...]
+    dataset: AnyDataset | None
+    sequence_length: int
+
+
+def datasets_of(config: Config) -> Iterator[FoundDataset]:
+    """Every data set of the config, to train or to validate on."""
     for number, stage in enumerate(config.data_stages):
-        sequence_length = stage.sequence_length or config.tokens.sequence_length
-        for key, dataset in ((("data", "dataset"), stage.data.dataset), (("validation",), stage.validation)):
-            path = ("data_stages", number, *key)
-            if isinstance(dataset, PretrainDatasetsArgs) and dataset.streaming:
-                problems += _stream_problems(dataset, path)
-            found = _dataset_problems(dataset, sequence_length)
-            problems += [DataProblem((*path, *name), text) for name, text in found]
-            if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs) and tokenizer_name(config) is None:
-                text = "missing; the texts of data_stages have to be tokenized"
-                problems.append(DataProblem(("tokenizer", "tokenizer_name_or_path"), text))
-    problems += _validation_problems(config)
+        length = stage.sequence_length or config.tokens.sequence_length
+        yield FoundDataset(("data_stages", number, "data", "dataset"), stage.data.dataset, length)
+        yield FoundDataset(("data_stages", number, "validation"), stage.validation, length)
+
+
+def dataset_problems(found: FoundDataset) -> Iterator[DataProblem]:
+    """Everything wrong with one data set, as far as metadata and file sizes tell."""
+    path, dataset, sequence_length = found
+    if isinstance(dataset, PretrainDatasetsArgs) and dataset.streaming:
+        yield from _stream_problems(dataset, path)
+    for name, text in _dataset_problems(dataset, sequence_length):
+        yield DataProblem((*path, *name), text)
+
+
+def vocabulary_problems(config: Config) -> Iterator[DataProblem]:
+    """A tokenizer that is missing or cannot be read, and a vocabulary that is unknown or too small for the data."""
+    vocab_key, tokenizer_key = ("model", "model_config", "vocab_size"), ("tokenizer", "tokenizer_name_or_path")
+    kinds = [type(found.dataset) for found in datasets_of(config)]
+    if tokenizer_name(config) is None and {PretrainDatasetsArgs, SFTDatasetsArgs} & set(kinds):
+        yield DataProblem(tokenizer_key, "missing; the texts of data_stages have to be tokenized")
+        return
     try:
         size, data_size = model_vocab_size(config), tokenizer_vocab_size(config)
     except ConfigError as error:
         if config.tokenizer.tokenizer_name_or_path is not None:
-            return [*problems, DataProblem(("tokenizer", "tokenizer_name_or_path"), str(error))]
-        return [*problems, DataProblem(("model", "model_config", "vocab_size"), str(error))]
+            yield DataProblem(tokenizer_key, str(error))
+        elif not any(True for found in datasets_of(config) for _ in dataset_problems(found)):
+            yield DataProblem(vocab_key, str(error))  # data that is not there cannot tell its vocabulary either
+        return
     if data_size is not None and data_size > size:
         text = f"{size} is smaller than the tokenizer's vocabulary of {data_size}; set at least {data_size}"
-        problems.append(DataProblem(("model", "model_config", "vocab_size"), text))
-    return problems
+        yield DataProblem(vocab_key, text)
 
 
 def empty_documents(config: Config) -> list[DataProblem]:
     """Nothing wrong, but worth a line: the first document without tokens of each folder, as far as it is looked at."""
-    found = []
-    for number, stage in enumerate(config.data_stages):
-        for key, dataset in ((("data", "dataset"), stage.data.dataset), (("validation",), stage.validation)):
-            folders = dataset.dataset_folder if isinstance(dataset, NanosetDatasetsArgs) else []
-            for place, folder in enumerate(folders):
-                if document := first_empty_document(_opened(folder, dataset)):
-                    path = ("data_stages", number, *key, "dataset_folder", place)
-                    found.append(DataProblem(path, f"{document} {IS_EMPTY}"))
-    return found
+    problems = []
+    for found in datasets_of(config):
+        folders = found.dataset.dataset_folder if isinstance(found.dataset, NanosetDatasetsArgs) else []
+        for place, folder in enumerate(folders):
+            if document := first_empty_document(_opened(folder, found.dataset)):
+                problems.append(DataProblem((*found.path, "dataset_folder", place), f"{document} {IS_EMPTY}"))
+    return problems
 
 
 def _opened(folder: str, dataset: AnyDataset | None) -> Iterator[TokenFile]:
@@ -96,18 +112,6 @@ def _stream_problems(dataset: PretrainDatasetsArgs, path: tuple[str | int, ...])
             "to draw), or set streaming to false"
         )
         yield DataProblem((*path, "hf_dataset_or_datasets"), text)
-
-
-def _validation_problems(config: Config) -> Iterator[DataProblem]:
-    """A validation set that is never read, or a validation without one."""
-    interval = config.tokens.val_check_interval
-    with_one = [number for number, stage in enumerate(config.data_stages) if stage.validation is not None]
-    if interval > 0 and not with_one:
-        text = f"{interval}, but no stage has a validation data set; add one to a stage or set -1"
-        yield DataProblem(("tokens", "val_check_interval"), text)
-    if interval < 1 and with_one:
-        text = f"is never read with tokens.val_check_interval={interval}; set the steps from one validation to the next"
-        yield DataProblem(("data_stages", with_one[0], "validation"), text)
 
 
 def _dataset_problems(dataset: AnyDataset | None, sequence_length: int) -> Iterator[tuple[tuple[str | int, ...], str]]:
