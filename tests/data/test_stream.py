@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotron.data.feed import EndOfData, Feed
+from nanotron.data.sources.documents import HubDataset, open_hub_dataset
 from nanotron.data.sources.stream import DocumentStream
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
@@ -20,9 +21,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "custom_data.py"
 documents_lists = st.lists(st.lists(st.integers(0, 99), max_size=30), min_size=1, max_size=12).filter(any)
 
 
-def stream(documents, sequence_length, **options):
+def stream(documents, sequence_length, *, kind=iter, **options):
     return DocumentStream(
-        "x", lambda: iter(documents), lambda document: document, sequence_length, vocab_size=100, **options
+        "x", lambda: kind(documents), lambda document: document, sequence_length, vocab_size=100, **options
     )
 
 
@@ -42,17 +43,79 @@ def test_windows_are_the_documents_end_to_end(documents, sequence_length):
         ]
 
 
-@given(documents=documents_lists, sequence_length=st.integers(1, 20), stop=st.integers(0, 10))
-def test_a_stream_resumes_from_its_position(documents, sequence_length, stop):
-    source, other = stream(documents, sequence_length), stream(documents, sequence_length)
-    for _ in range(stop):
-        source.next()
-    other.load_state_dict(json.loads(json.dumps(source.state_dict())))
-    for _ in range(8):
-        expected, found = source.next(), other.next()
-        assert expected.tokens.tolist() == found.tokens.tolist()
-        assert expected.starts.tolist() == found.starts.tolist()
-        assert source.state_dict() == other.state_dict()
+class ToldLate:
+    """Documents that go where they are told when the first is asked for, and know only then; their state is alive."""
+
+    def __init__(self, documents):
+        self.documents, self.start, self.state = documents, {"next": 0}, {"next": 0}
+
+    def __iter__(self):
+        self.state["next"] = self.start["next"]
+        while self.state["next"] < len(self.documents):
+            self.state["next"] += 1
+            yield self.documents[self.state["next"] - 1]
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.start = state
+
+
+@pytest.mark.parametrize("kind", [iter, ToldLate])
+@given(
+    documents=documents_lists,
+    sequence_length=st.integers(1, 20),
+    stops=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+)
+def test_a_stream_resumes_from_its_position_again_and_again(kind, documents, sequence_length, stops):
+    source, resumed = (stream(documents, sequence_length, kind=kind) for _ in range(2))
+    for steps in [*stops, 8]:
+        for _ in range(steps):
+            expected, found = source.next(), resumed.next()
+            assert expected.tokens.tolist() == found.tokens.tolist()
+            assert expected.starts.tolist() == found.starts.tolist()
+        position = json.loads(json.dumps(source.state_dict()))
+        assert resumed.state_dict() == position
+        resumed = stream(documents, sequence_length, kind=kind)
+        resumed.load_state_dict(position)
+
+
+def open_streamed(kind):
+    """A data set of `datasets` that is streamed: its files or its generator in two shards, the last through a map."""
+    from datasets import IterableDataset
+
+    if kind == "files":
+        return open_hub_dataset("./texts", HubDataset(streaming=True))
+    shards = IterableDataset.from_generator(texts_of_shards, gen_kwargs={"shards": ["ab", "cd"]})
+    return shards if kind == "generator" else shards.map(lambda rows: rows, batched=True, batch_size=4)
+
+
+def texts_of_shards(shards):
+    for name in shards:
+        yield from ({"text": name * (number % 4 + 1)} for number in range(9))
+
+
+@pytest.mark.parametrize("kind", ["files", "generator", "map"])
+def test_a_streamed_data_set_resumed_at_every_window_again_and_again_reads_on(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name in ("ab", "cd"):
+        Path(f"texts/{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in texts_of_shards([name])))
+
+    def opened():
+        return DocumentStream(
+            "x", lambda: open_streamed(kind), lambda row: [ord(letter) for letter in row["text"]], 8, vocab_size=256
+        )
+
+    whole, source = opened(), opened()
+    for _ in range(14):  # an epoch has 84 tokens: windows 10 and on are of the next one
+        for _ in range(2):  # the second resumes from what the first has read nothing of
+            position = json.loads(json.dumps(source.state_dict()))
+            source = opened()
+            source.load_state_dict(position)
+            assert source.state_dict() == position
+        assert source.next().tokens.tolist() == whole.next().tokens.tolist()
 
 
 def test_a_stream_that_may_not_repeat_ends_and_an_empty_one_is_refused():

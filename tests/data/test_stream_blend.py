@@ -15,7 +15,7 @@ from nanotron.data.sources.stream import EndOfData
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
 from nanotron.parallel.mesh import Mesh
-from tests.data.fixtures import make_config
+from tests.data.fixtures import make_config, random_documents, write_nanoset
 from tests.data.test_stream import EXAMPLES, config_for, global_tokens, stream
 
 THREE = {
@@ -46,16 +46,16 @@ def test_each_block_of_the_stream_is_given_once_before_the_next_and_a_short_one_
             source.next()
 
 
-@given(block=st.integers(1, 12), stop=st.integers(0, 40), repeat=st.booleans())
-def test_a_shuffled_stream_resumes_from_its_position(block, stop, repeat):
-    source, other = (ShuffledStream(numbers(45, repeat=repeat), block, 7, "a", 0) for _ in range(2))
-    take(source, stop)
-    position = json.loads(json.dumps(source.state_dict()))
-    other.load_state_dict(position)
-    assert other.state_dict() == position
-    for _ in range(5):
-        assert take(source, 1) == take(other, 1)
-        assert source.state_dict() == other.state_dict()
+@given(block=st.integers(1, 12), stops=st.lists(st.integers(0, 13), max_size=3), repeat=st.booleans())
+def test_a_shuffled_stream_resumes_from_its_position_again_and_again(block, stops, repeat):
+    source, resumed = (ShuffledStream(numbers(45, repeat=repeat), block, 7, "a", 0) for _ in range(2))
+    for count in [*stops, 5]:
+        for _ in range(count):
+            assert take(source, 1) == take(resumed, 1)
+        position = json.loads(json.dumps(source.state_dict()))
+        assert resumed.state_dict() == position
+        resumed = ShuffledStream(numbers(45, repeat=repeat), block, 7, "a", 0)
+        resumed.load_state_dict(position)
 
 
 def test_every_block_seed_stage_and_source_has_an_order_of_its_own():
@@ -120,6 +120,26 @@ def test_blended_streams_do_not_depend_on_the_layout_nor_on_a_stop(shuffle_block
         )
         assert first + rest == reference
         assert resumed == whole
+
+
+@pytest.mark.parametrize("kind", ["stream", "shuffled stream", "folders"])
+def test_a_blend_with_rare_sources_resumes_at_every_step_again_and_again(nanoset, tmp_path, kind):
+    dataset = {**THREE, "dataset_weights": [14, 1, 1]}  # a rare one gives a row in four steps
+    if kind == "folders":
+        folders = [
+            write_nanoset(tmp_path / name, random_documents(9, seed=seed)).parent for seed, name in enumerate("ab")
+        ]
+        dataset = {"dataset_folder": [str(nanoset), *map(str, folders)], "dataset_weights": [14, 1, 1]}
+    config = config_for(dataset, shuffle_block=3 if kind == "shuffled stream" else None)
+    reference, whole = global_tokens(config, 6)
+    rows, state = global_tokens(config, 0)
+    for step in range(1, 7):
+        for steps in (0, 0, 1):  # two runs are stopped before their first step
+            before, position = state, {"consumed": state["consumed"], "streams": state["streams"]}
+            more, state = global_tokens(config, steps, first=step, **position)
+            rows += more
+            assert steps or state == before
+    assert (rows, state) == (reference, whole)
 
 
 def test_a_shuffled_block_changes_the_order_and_the_data_seed_changes_it_again():

@@ -8,6 +8,7 @@ position    (state of the documents before d2, 0 tokens into d2): to resume, rea
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -96,6 +97,7 @@ class DocumentStream:
         self._named_empty = False
         self._documents: Any = None
         self._iterator: Iterator[Any] = iter(())
+        self._loaded: dict[str, Any] | None = None  # the position that was gone to, until a document is read there
         self._pending: deque[tuple[dict[str, Any], Tokens]] = deque()  # documents in use, and the state before each
         self._offset = 0  # tokens of the first pending document that are used up
         self._available = 0  # tokens of all pending documents that are not
@@ -106,7 +108,7 @@ class DocumentStream:
         self._documents = documents if hasattr(documents, "state_dict") else CountedDocuments(documents)
         self._epoch_is_empty = state is None
         if state is not None:
-            self._documents.load_state_dict(state)
+            self._documents.load_state_dict(copy.deepcopy(state))
         self._iterator = iter(self._documents)
 
     def next(self) -> Window:
@@ -130,12 +132,13 @@ class DocumentStream:
     def _read_document(self) -> None:
         if self._documents is None:
             self._open()
-        state = {"epoch": self._epoch, "number": self._number, "documents": self._documents.state_dict()}
+        state = self._before_next_document()
         try:
             document = next(self._iterator)
         except StopIteration:
             self._end_epoch()
             return
+        self._loaded = None
         self._number += 1
         where = f"{self.name}: document {self._number - 1}"
         tokens = token_array(self._encode(document), where, self._vocab_size)
@@ -147,6 +150,16 @@ class DocumentStream:
         self._pending.append((state, tokens))
         self._available += len(tokens) - used
 
+    def _before_next_document(self) -> dict[str, Any]:
+        """Where the next document begins, in a copy that reading on does not change.
+
+        Documents that were told where to go may only know that they are there when one of them has been read.
+        """
+        if self._loaded is not None:
+            return self._loaded
+        documents = None if self._documents is None else copy.deepcopy(self._documents.state_dict())
+        return {"epoch": self._epoch, "number": self._number, "documents": documents, "offset": 0}
+
     def _name_empty(self) -> None:
         if not self._named_empty:
             self._named_empty = True
@@ -157,7 +170,7 @@ class DocumentStream:
             raise ConfigError(f"{self.name} gives no documents")
         if not self._repeat:
             raise EndOfData(f"{self.name} has no documents left and data.repeat is false")
-        self._epoch, self._number = self._epoch + 1, 0
+        self._epoch, self._number, self._loaded = self._epoch + 1, 0, None
         self._open()
 
     def fingerprint(self) -> dict[str, Any]:
@@ -166,14 +179,14 @@ class DocumentStream:
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, the state of the documents before the first one in use, and the tokens of it that are used up."""
-        if self._pending:
-            return {**self._pending[0][0], "offset": self._offset}
-        documents = None if self._documents is None else self._documents.state_dict()
-        return {"epoch": self._epoch, "number": self._number, "documents": documents, "offset": 0}
+        return {**self._pending[0][0], "offset": self._offset} if self._pending else self._before_next_document()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position that state_dict gave."""
         self._epoch, self._number = state["epoch"], state["number"]
         self._offset, self._available = state["offset"], 0
         self._pending.clear()
-        self._open(state["documents"])
+        self._documents, self._loaded = None, None
+        if state["documents"] is not None:  # else nothing was read yet
+            self._open(state["documents"])
+            self._loaded = state
