@@ -241,7 +241,18 @@ def test_a_function_that_is_not_there_is_named(reference, message):
         ("def f(): yield [1, 2]; yield [1.5]", {}, r"own.py:f: document 1 is '\[1.5\]'; a text or a sequence of"),
         ("def f(): yield None", {}, r"own.py:f: document 0 is 'None'"),
         ("def f(): yield [[1], [2, 3]]", {}, r"own.py:f: document 0 is '\[\[1\], \[2, 3\]\]'"),
-        ("def f(): return [[1, 2]] * 9", {}, r"own.py:f: row \d has 2 token ids; sequence_length \+ 1 = 9 are needed"),
+        (
+            "def f(): return [[1, 2]] * 9",
+            {},
+            r"own.py:f: row \d has 2 token ids; sequence_length \+ 1 = 9 are needed. To",
+        ),
+        (
+            "def f(): return [[1]*9, 'a']",
+            {},
+            r"row 1 is 'a'; a sequence of sequence_length \+ 1 = 9 token ids is needed",
+        ),
+        ("def f(): return 'a text'", {}, "own.py:f returns str; an iterable of documents, or an object with"),
+        ("def f(): return {'text': ['a']}", {}, "own.py:f returns dict; an iterable of documents, or an object with"),
         ("def f(): return 5", {}, r"python: .*own.py:f returns int; an iterable of documents, or an object with"),
         ("def f(n): yield [n]", {"m": 1}, r"own.py:f missing a required argument: 'n'; dataset.arguments gives it {'m"),
     ],
@@ -250,6 +261,17 @@ def test_data_of_the_wrong_kind_is_the_users_mistake(tmp_path, code, arguments, 
     (tmp_path / "own.py").write_text(code)
     with pytest.raises(ConfigError, match=message):
         global_tokens(config_for({"python": f"{tmp_path}/own.py:f", "arguments": arguments}), 1)
+
+
+def test_a_list_of_texts_is_a_stream_of_documents_like_an_iterator_over_them(tmp_path):
+    texts = [f"text {number} " + "and more " * (number % 4) for number in range(20)]
+    save_tokenizer(train_bpe(texts, 257), str(tmp_path), eos=END_OF_TEXT)
+    found = []
+    for code in (f"return {texts}", f"yield from {texts}"):
+        (tmp_path / "own.py").write_text(f"def f(): {code}")
+        found.append(global_tokens(config_for({"python": f"{tmp_path}/own.py:f"}, tokenizer=str(tmp_path)), 4))
+    assert found[0] == found[1]
+    assert list(found[0][1]["streams"]) == ["a"]
 
 
 def read_in_replica(rank, world, axes, documents):

@@ -137,8 +137,8 @@ class CustomDatasetArgs:
 
     python: StringList = required(
         "`file.py:function` or `module:function`, or a list of them; a function returns an iterable of documents "
-        "(texts or lists of token ids), or an object with `__len__` and `__getitem__` that gives rows of "
-        "sequence_length + 1 token ids.",
+        "(texts or lists of token ids; also a list of texts), or an object with `__len__` and `__getitem__` that gives "
+        "rows of sequence_length + 1 token ids.",
         example="examples/custom_data.py:counting",
         min_length=1,
     )

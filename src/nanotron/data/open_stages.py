@@ -19,7 +19,7 @@ from nanotron.config import (
 from nanotron.data.order.stage import Stage, StreamStage
 from nanotron.data.order.windows import IndexedSource, TokenFile, TokenWindows
 from nanotron.data.probe import model_vocab_size
-from nanotron.data.sources.custom import CustomRows, call_function, custom_functions, is_indexed, load_function
+from nanotron.data.sources.custom import CustomRows, call_function, custom_functions, gives_rows, load_function
 from nanotron.data.sources.documents import HubDataset, open_hub_dataset, text_of
 from nanotron.data.sources.dummy import DummySource
 from nanotron.data.sources.hub_names import hub_datasets
@@ -146,7 +146,7 @@ def _open_custom(
 ) -> IndexedSource | DocumentStream:
     function = load_function(reference)
     data = call_function(reference, function, arguments)
-    if is_indexed(data):
+    if gives_rows(data):
         return CustomRows(reference, data, sequence_length, vocab_size=vocab_size)
     encode_text = TextEncoder(config)
     return DocumentStream(

@@ -40,7 +40,7 @@ def empty_window(sequence_length: int) -> Window:
     return Window(np.zeros(size, np.int64), starts=None, targets=np.zeros(size, np.bool_))
 
 
-def token_array(ids: object, where: str, vocab_size: int) -> npt.NDArray[np.int64]:
+def token_array(ids: object, where: str, vocab_size: int, *, needed: str) -> npt.NDArray[np.int64]:
     """What a user's code gave as token ids, as an array; raises ConfigError, beginning with `where`, if it is not."""
     try:
         tokens = np.asarray(ids)
@@ -49,7 +49,7 @@ def token_array(ids: object, where: str, vocab_size: int) -> npt.NDArray[np.int6
     if tokens.ndim == 1 and tokens.size == 0:
         return tokens.astype(np.int64)
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui":
-        raise ConfigError(f"{where} is {str(ids)[:60]!r}; a text or a sequence of token ids is needed")
+        raise ConfigError(f"{where} is {str(ids)[:60]!r}; {needed} is needed")
     if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         raise ConfigError(
             f"{where} has token ids from {tokens.min()} to {tokens.max()}; 0 to {vocab_size - 1} (vocab_size) are "

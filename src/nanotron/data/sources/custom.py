@@ -4,6 +4,7 @@
 
 It returns either an iterable of documents, each a text or a sequence of token ids, read as a stream; or an object with
 __len__ and __getitem__ whose items are rows of sequence_length + 1 token ids, read in shuffled order like a token file.
+A list whose first item is a text is one of documents.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def call_function(reference: str, function: Callable[..., Any], arguments: Mappi
     except ValueError:
         pass  # written in C, without a signature: the call itself tells
     data = function(**arguments)
-    if not is_indexed(data) and not isinstance(data, Iterable):
+    if isinstance(data, str | bytes | Mapping) or not (isinstance(data, Iterable) or _is_indexed(data)):
         raise ConfigError(
             f"python: {reference} returns {type(data).__name__}; an iterable of documents, or an object with __len__ "
             "and __getitem__, is needed"
@@ -138,8 +139,12 @@ def _names_in(tree: ast.Module) -> set[str]:
     return names
 
 
-def is_indexed(data: object) -> bool:
-    """Whether the rows of a user's data can be asked for by number."""
+def gives_rows(data: Any) -> bool:
+    """Whether a user's data are rows, asked for by number. A text is no row: a list of texts is one of documents."""
+    return _is_indexed(data) and (len(data) == 0 or not isinstance(data[0], str))
+
+
+def _is_indexed(data: object) -> bool:
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
@@ -159,11 +164,13 @@ class CustomRows:
 
     def window(self, index: int) -> Window:
         """Row number `index`, checked for its length and its token ids."""
-        tokens = token_array(self._rows[index], f"{self.name}: row {index}", self._vocab_size)
-        if tokens.shape != (self._sequence_length + 1,):
+        where, length = f"{self.name}: row {index}", self._sequence_length + 1
+        needed = f"a sequence of sequence_length + 1 = {length} token ids"
+        tokens = token_array(self._rows[index], where, self._vocab_size, needed=needed)
+        if tokens.shape != (length,):
             raise ConfigError(
-                f"{self.name}: row {index} has {len(tokens)} token ids; sequence_length + 1 = "
-                f"{self._sequence_length + 1} are needed"
+                f"{where} has {len(tokens)} token ids; sequence_length + 1 = {length} are needed. To give documents of "
+                "any length, return an iterator over them"
             )
         return Window(tokens, starts=None)
 

@@ -141,7 +141,8 @@ class DocumentStream:
         self._loaded = None
         self._number += 1
         where = f"{self.name}: document {self._number - 1}"
-        tokens = token_array(self._encode(document), where, self._vocab_size)
+        needed = "a text or a sequence of token ids"
+        tokens = token_array(self._encode(document), where, self._vocab_size, needed=needed)
         if tokens.size == 0:
             self._name_empty()
             return
