@@ -227,6 +227,15 @@ def test_texts_without_a_tokenizer_are_refused(tokenizer):
         prepare_data(config)
 
 
+def test_examples_with_tokens_that_the_model_does_not_know_are_refused(tokenizer):
+    dataset = {
+        "hf_dataset_or_datasets": save({"prompt": ["hi"] * 20, "completion": TEXTS[:20]}),
+        "sft_dataloader": True,
+    }
+    with pytest.raises(ConfigError, match=r"00000_unshuffled.ds: token id \d+ at byte \d+ is not below vocab_size=200"):
+        rows(config_for(tokenizer, dataset, model_config={"vocab_size": 200}))
+
+
 def test_two_stages_of_folders_and_a_hub_data_set_stop_in_the_second_and_resume_on_another_dp(tokenizer):
     from tests.data.fixtures import random_documents, write_nanoset
 

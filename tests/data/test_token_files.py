@@ -42,7 +42,7 @@ def test_flat_arrays_hold_the_same_rows_and_know_no_documents(tmp_path):
     rows, _ = rows_and_starts(tmp_path / "nanoset")
     tokens = np.concatenate([np.array(document) for document in documents])
     (tmp_path / "flat").mkdir()
-    for dtype in ("<u2", "<i4", "<i8"):
+    for dtype in ("<u2", "<i4", "<i8", ">u2", ">i4", ">u8"):
         np.save(tmp_path / "flat" / "tokens.npy", tokens.astype(dtype))
         assert rows_and_starts(tmp_path / "flat") == (rows, [None] * len(rows))
         assert rows_and_starts(tmp_path / "flat" / "tokens.npy")[0] == rows
@@ -108,6 +108,31 @@ def test_a_truncated_or_odd_array_is_named(tmp_path):
             open_token_files(str(tmp_path / name), token_bytes=2)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored", "message"),
+    [
+        ("<i2", -25536, r"token 27 \(byte 182\) is -25536 as int16; ids are 0 to 32767. Write .* with a wider type"),
+        (">i4", -100, r"token 27 \(byte 236\) is -100 as int32; ids are 0 to 2147483647"),
+        ("<u8", 2**63 + 5, r"token 27 \(byte 344\) is 9223372036854775813 as uint64; ids are 0 to 9223372036854775807"),
+    ],
+)
+def test_a_negative_token_id_is_refused_where_its_window_is_read_and_not_before(tmp_path, dtype, stored, message):
+    tokens = np.arange(40).astype(dtype)
+    tokens[27] = stored
+    np.save(tmp_path / "a.npy", tokens)
+    source = TokenWindows("x", open_token_files(str(tmp_path)), 8, vocab_size=100)
+    assert source.window(1).tokens.tolist() == list(range(8, 17))
+    for read in (lambda: source.window(3), lambda: list(inspect_dataset(str(tmp_path)))):
+        with pytest.raises(ConfigError, match=rf"a.npy: {message}"):
+            read()
+
+
+def test_ids_that_megatron_wrote_as_int16_are_refused_above_32767(tmp_path):
+    write_megatron(tmp_path / "text", [[[7, 32767, 40000 - 2**16]]], dtype="<i2", code=3)
+    with pytest.raises(ConfigError, match=r"text.bin: token 2 \(byte 4\) is -25536 as int16; ids are 0 to 32767"):
+        TokenWindows("x", open_token_files(str(tmp_path / "text")), 2).window(0)
+
+
 def test_inspect_says_documents_tokens_tokenizer_and_draws_the_lengths(tmp_path):
     texts = ["hello there"] * 30 + ["a much longer text of many words " * 8] * 10
     tokenizer = train_bpe(texts, 300)
@@ -121,6 +146,7 @@ def test_inspect_says_documents_tokens_tokenizer_and_draws_the_lengths(tmp_path)
     assert lines[1].startswith(f"tokens      {total:,} ")
     assert lines[2] == "documents   40"
     assert lines[3] == f"tokenizer   {folder}/tokenizer.json, vocabulary {vocab_size(tokenizer)}"
+    assert lines[4] == f"token ids   {min(map(min, documents))} … {max(map(max, documents))}"
     bars = [line for line in lines if line.endswith("%")]
     assert bars[0].endswith(" 75.0%")
     assert bars[-1].endswith(" 25.0%")

@@ -43,6 +43,8 @@ def inspect_dataset(path: str, *, token_bytes: int | None = None, num_documents:
     yield f"tokens      {num_tokens:,} ({human_format(num_tokens)})"
     yield f"documents   {documents:,}" if indexed else "documents   unknown: the files have no index of them"
     yield f"tokenizer   {name or 'unknown'}" + (f", vocabulary {vocab_size(tokenizer)}" if tokenizer else "")
+    if num_tokens:
+        yield f"token ids   {_token_ids(files, num_tokens)}"
     if indexed:
         yield from _histogram(indexed)
     yield from _first_documents(indexed or files, tokenizer, num_documents)
@@ -53,6 +55,17 @@ def _tokenizer_name(path: str, files: Sequence[TokenFile]) -> str | None:
         return inside
     metadata = read_metadata(files[0].path)
     return metadata.tokenizer if metadata else None
+
+
+def _token_ids(files: Sequence[TokenFile], num_tokens: int) -> str:
+    """The smallest and the largest one, of all tokens or of evenly spread blocks of them."""
+    step = max(BLOCK, -(-num_tokens // MOST_BLOCKS))
+    low, high, count = 2**63, 0, 0
+    for file in files:
+        for first in range(0, file.num_tokens, step):
+            tokens = file.read(first, min(first + BLOCK, file.num_tokens))
+            low, high, count = min(low, int(tokens.min())), max(high, int(tokens.max())), count + len(tokens)
+    return f"{low} … {high}" + (f" (of {count:,} tokens)" if count < num_tokens else "")
 
 
 def _histogram(files: Sequence[IndexedFile]) -> Iterator[str]:

@@ -126,7 +126,9 @@ def _open_sources(
     if isinstance(dataset, SFTDatasetsArgs):
         paths = [(name, prepare_sft_dataset(config, dataset, name, hub, sequence_length))
                  for name, hub in hub_datasets(dataset)]  # fmt: skip
-        return [PackedWindows(name, open_nanoset_file(path), sequence_length) for name, path in paths]
+        return [
+            PackedWindows(name, open_nanoset_file(path), sequence_length, vocab_size=vocab_size) for name, path in paths
+        ]
     if dataset.streaming:
         return [_open_hub_stream(config, args, dataset, name, hub, sequence_length, vocab_size)
                 for name, hub in hub_datasets(dataset)]  # fmt: skip

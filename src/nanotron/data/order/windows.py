@@ -69,7 +69,7 @@ class TokenFile(Protocol):
         """Whether the file comes with an index of its documents."""
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The tokens [start, stop)."""
+        """The tokens [start, stop), none of them negative."""
 
     def starts(self, start: int, stop: int) -> Indices | None:
         """The offsets strictly between start and stop at which a document begins; None: boundaries are unknown."""
@@ -79,6 +79,18 @@ class TokenFile(Protocol):
 
     def byte_offset(self, token: int) -> int:
         """Where token number `token` lies in the file, for error messages."""
+
+
+def read_tokens(file: TokenFile, first: int, last: int, vocab_size: int | None) -> npt.NDArray[np.int64]:
+    """The tokens [first, last) of a file; raises ConfigError where one is none of the vocabulary's."""
+    tokens = file.read(first, last)
+    if vocab_size is not None and int(tokens.max()) >= vocab_size:
+        position = first + int(np.argmax(tokens >= vocab_size))
+        raise ConfigError(
+            f"{file.path}: token id {int(tokens.max())} at byte {file.byte_offset(position)} is not below "
+            f"vocab_size={vocab_size}; use the tokenizer the file was written with"
+        )
+    return tokens
 
 
 class IndexedSource(Protocol):
@@ -149,7 +161,7 @@ class TokenWindows:
         file = self._files[number]
         file_start = int(self._ends[number]) - file.num_tokens
         first, last = start - file_start, stop - file_start
-        tokens = self._read(file, first, last)
+        tokens = read_tokens(file, first, last, self._vocab_size)
         starts = file.starts(first, last)
         if not self._named_empty:
             self._name_empty(file)
@@ -168,16 +180,6 @@ class TokenWindows:
             self._named_empty = True
             if first_empty_document(self._files) is None:
                 logger.info(f"{file.document_place(file.met_empty)} {IS_EMPTY}")
-
-    def _read(self, file: TokenFile, first: int, last: int) -> npt.NDArray[np.int64]:
-        tokens = file.read(first, last)
-        if self._vocab_size is not None and int(tokens.max()) >= self._vocab_size:
-            position = first + int(np.argmax(tokens >= self._vocab_size))
-            raise ConfigError(
-                f"{file.path}: token id {int(tokens.max())} at byte {file.byte_offset(position)} is not below "
-                f"vocab_size={self._vocab_size}; use the tokenizer the file was written with"
-            )
-        return tokens
 
     def fingerprint(self) -> dict[str, Any]:
         """Names and sizes of the files, a hash of the first and of the last MiB, and the number of windows."""

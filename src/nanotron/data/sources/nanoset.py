@@ -65,7 +65,7 @@ class MappedTokens:
 
     def __init__(self, path: str, dtype: npt.DTypeLike, *, offset: int = 0) -> None:
         self.path = path
-        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.dtype = np.dtype(dtype)
         self._offset = offset
         size = os.path.getsize(path) - offset
         if size % self.dtype.itemsize:
@@ -84,17 +84,33 @@ class MappedTokens:
         return self._offset + token * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The tokens [start, stop), asked from the disk as one request."""
+        """The tokens [start, stop), asked from the disk as one request; raises ConfigError where one is negative."""
         assert 0 <= start < stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens} in {self.path}"
         first_byte, last_byte = self.byte_offset(start), self.byte_offset(stop)
         page = first_byte - first_byte % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
             self._mapped.madvise(mmap.MADV_WILLNEED, page, last_byte - page)
-        tokens = np.frombuffer(self._mapped, self.dtype, stop - start, first_byte).astype(np.int64)
+        stored = np.frombuffer(self._mapped, self.dtype, stop - start, first_byte)
+        tokens = stored.astype(np.int64)
+        if self._may_be_negative and int(tokens.min()) < 0:
+            place = int(np.argmax(tokens < 0))
+            raise ConfigError(self._negative(start + place, stored[place]))
         if hasattr(mmap, "MADV_DONTNEED"):
             # Leaves the page cache as it is and takes the pages off this process, which would grow with every step.
             self._mapped.madvise(mmap.MADV_DONTNEED, page, last_byte - page)
         return tokens
+
+    @property
+    def _may_be_negative(self) -> bool:
+        """Whether a stored number can be negative, or so large that it is as int64."""
+        return self.dtype.kind == "i" or self.dtype.itemsize == 8
+
+    def _negative(self, token: int, stored: np.integer[Any]) -> str:
+        limit = np.iinfo(np.int64 if self.dtype.kind == "u" else self.dtype).max
+        return (
+            f"{self.path}: token {token} (byte {self.byte_offset(token)}) is {stored} as {self.dtype.name}; ids are 0 "
+            f"to {limit}. Write the file again, with a wider type if the ids did not fit"
+        )
 
     def targets(self, start: int, stop: int) -> npt.NDArray[np.bool_] | None:
         """None: every token may be a target."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from nanotron.data.order.windows import Window
+from nanotron.data.order.windows import Window, read_tokens
 from nanotron.data.sources.nanoset import NanosetFile, memory_map
 from nanotron.data.tokenize.chat import ChatTemplate
 from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for, write_atomically
@@ -100,10 +100,11 @@ def pack_path(path: str, sequence_length: int) -> str:
 class PackedWindows:
     """The rows of one tokenized SFT data set; its row table is memory-mapped, like its tokens."""
 
-    def __init__(self, name: str, file: NanosetFile, sequence_length: int) -> None:
+    def __init__(self, name: str, file: NanosetFile, sequence_length: int, *, vocab_size: int | None = None) -> None:
         self.name = name
         self._file = file
         self._sequence_length = sequence_length
+        self._vocab_size = vocab_size
         self._num_rows = os.path.getsize(pack_path(file.path, sequence_length)) // 8
 
     @cached_property
@@ -124,7 +125,7 @@ class PackedWindows:
         stop = min(int(ends[after - 1]), start + length)
         tokens, targets = np.zeros(length, np.int64), np.zeros(length, np.bool_)
         used = stop - start
-        tokens[:used] = self._file.read(start, stop)
+        tokens[:used] = read_tokens(self._file, start, stop, self._vocab_size)
         targets[:used] = self._file.targets(start, stop)
         starts = self._file.starts(start, stop)
         assert starts is not None
