@@ -30,8 +30,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-PRELOADED = ["__main__", "torch", "torch.distributed", "numpy", "pytest", "nanotron"]
+PRELOADED = ["__main__", "torch", "torch.distributed", "numpy", "pytest", "nanotron.cli", "nanotron.training.trainer"]
 GRACE_S = 1.0  # how long the other ranks may take to fail too, once one has failed
+
+
+def forkserver() -> Any:
+    """How processes of tests start: as forks of one that has imported all that they have in common, a few ms each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 class CaseFailed(AssertionError):
@@ -42,8 +49,7 @@ class Pool:
     """Worker processes by rank; rank r of every case, whatever its world, runs in worker r."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context = forkserver()
         self._folder = Path(tempfile.mkdtemp(prefix="pool-"))
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: dict[int, _Worker] = {}
