@@ -1,5 +1,7 @@
 # make train   a fresh clone to a trained model: environment, corpus, 8 ranks (dp 2 · tp 2 · pp 2), a generated text
-# make test    all tests            make lint    ruff and mypy           make parity  every layout against one process
+# make test    what a change runs   make lint    ruff and mypy           make parity  every layout against one process
+# make slowest all tests, and which 20 of them took longest
+# make nightly what `make test` has in small, in full: parity, torture, tests of more layouts, ten times the examples
 # make torture a run killed 48 times, which must end bit for bit like one that was not
 # make bench   ours and the peers in turn, as tables: docs/benchmarks.md (BENCH="one dp2 --rounds 5" chooses)
 # make setup   only .venv           make lock    pin new versions (needs uv)
@@ -13,7 +15,7 @@ RUN := runs/tiny_llama
 PROMPT := import os
 BENCH :=
 
-.PHONY: train test lint parity torture bench setup lock reference
+.PHONY: train test slowest lint parity torture nightly bench setup lock reference
 .DEFAULT_GOAL := train
 
 setup: $(STAMP)
@@ -33,6 +35,9 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest
 
+slowest: setup
+	$(BIN)/python -m pytest --durations=20
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,6 +48,10 @@ parity: setup
 
 torture: setup
 	$(BIN)/python -m tests.checkpoint.torture 8
+
+nightly: setup
+	$(BIN)/python -m pytest -m "" --hypothesis-profile=nightly
+	$(MAKE) parity torture
 
 bench: setup
 	$(BIN)/python -m bench $(BENCH)

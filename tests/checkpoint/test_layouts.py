@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotron.checkpoint.format import Piece
@@ -52,7 +52,6 @@ def all_pieces(
     return [piece for mesh in meshes for piece in pieces_of([parameter], mesh, tensors, zero=zero, kinds=KINDS)]
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.lists(cases(), min_size=20, max_size=30))
 def test_every_box_of_every_layout_is_filled_from_the_boxes_of_any_other(tensors_in: list[Case]) -> None:
     tensors, saved, loaded = {}, [], []

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotron.check import check
@@ -98,7 +98,6 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(CONFIGS)
 def test_load_save_load_is_the_identity(values: dict[str, Any]) -> None:
     config = get_config_from_dict(values)
@@ -161,7 +160,6 @@ def place(values: dict[str, Any], path: tuple[str | int, ...], value: Any) -> No
     values[str(last)] = value
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(PATHS, ODD), min_size=1, max_size=3), st.booleans())
 def test_any_value_anywhere_is_accepted_or_named(changes: list[tuple[Any, Any]], listed: bool) -> None:
     values = copy.deepcopy(parse(RIGHT).values)

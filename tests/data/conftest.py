@@ -1,13 +1,8 @@
 """What every data test may ask for."""
 
 import pytest
-from hypothesis import settings
 
 from tests.data.fixtures import random_documents, write_nanoset
-
-# Machines that run the tests are busy: a slow example is no failure.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 
 @pytest.fixture

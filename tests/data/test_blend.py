@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotron.data.order.blend import RESOLUTION, Blend, earliest_deadline_owners, round_weights
@@ -28,7 +28,6 @@ def test_after_any_sample_each_share_is_within_one_sample_of_its_weight(units):
     assert np.abs(taken - due).max() < 1
 
 
-@settings(deadline=None, max_examples=25)
 @given(weights=weight_lists, start=st.integers(0, 10**15))
 def test_turns_count_up_by_one_per_source(weights, start):
     blend = Blend(weights)
@@ -40,7 +39,6 @@ def test_turns_count_up_by_one_per_source(weights, start):
     assert blend.taken(start + 500) == (np.array(before) + np.bincount(owners, minlength=len(weights))).tolist()
 
 
-@settings(deadline=None)
 @given(weights=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
 def test_exhaustion_is_the_first_sample_that_asks_too_much(weights, data):
     lengths = data.draw(st.lists(st.integers(0, 40), min_size=len(weights), max_size=len(weights)))

@@ -30,7 +30,7 @@ LAYOUTS = [
     Case(dp=2, zero_stage=1, **BASE),
     Case(tp=2, tp_mode="REDUCE_SCATTER", recompute_layer=True, **BASE),
     Case(dp=2, tp=2, zero_stage=0, **BASE),
-    Case(dp=2, pp=2, micro_batch_size=1, schedule="1f1b", zero_stage=1, tied=True, **BASE),
+    Case(dp=2, pp=2, schedule="1f1b", zero_stage=1, tied=True, **BASE),
     Case(tp=4, dtype="float64", **BASE),
 ]
 

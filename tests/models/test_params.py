@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanotron.parallel.mesh import Mesh, training_axes
@@ -108,7 +108,6 @@ def boxes_of_large_tensors(generate: Any) -> tuple[tuple[int, ...], Box]:
     return shape, Box(offset, tuple(generate(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(boxes_of_large_tensors())
 def test_a_part_is_drawn_as_the_whole_would_have_been(case: tuple[tuple[int, ...], Box]) -> None:
     shape, box = case

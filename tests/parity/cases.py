@@ -16,7 +16,8 @@ LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2,
 LAYOUTS += [(1, 4, 1), (1, 1, 3), (3, 1, 1)]
 PRECISIONS = {"float32": 1e-5, "float64": 1e-9}
 ROWS = 12  # samples of a step, on every layout
-STEPS = 20
+STEPS = 20  # of `make parity`
+FIRST_STEPS = 5  # of `make test`
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Case:
     schedule: str = "1f1b"
     tp_mode: str = "ALL_REDUCE"
     zero_stage: int = 0
-    micro_batch_size: int = 2
+    rows: int | None = None  # of a microbatch; None: as many as leave two, or pp + 1 for a pipeline to fill and drain
     recompute_layer: bool = False
     tp_recompute_allgather: bool = True
     overlap: bool = False
@@ -49,6 +50,10 @@ class Case:
     @property
     def world(self) -> int:
         return self.dp * self.tp * self.pp
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.rows or ROWS // (self.dp * max(2, self.pp + (self.pp > 1)))
 
     @property
     def accumulation(self) -> int:
@@ -135,9 +140,9 @@ def named_cases() -> list[Case]:
         Case(pp=2, layers=5),
         Case(pp=2, layers=5, tied=True, dp=2, zero_stage=1, dtype="float64"),
         Case(pp=3, layers=3, schedule="afab", tied=True),
-        Case(pp=2, micro_batch_size=12, dtype="float64"),  # one microbatch, two stages
-        Case(pp=3, layers=3, micro_batch_size=6, schedule="afab"),
-        Case(pp=3, layers=3, micro_batch_size=6),
+        Case(pp=2, rows=12, dtype="float64"),  # one microbatch, two stages
+        Case(pp=3, layers=3, rows=6, schedule="afab"),
+        Case(pp=3, layers=3, rows=6),
         Case(dp=2, pp=2, recompute_layer=True, zero_stage=1),
         Case(tp=2, pp=2, recompute_layer=True, tp_mode="REDUCE_SCATTER", dtype="float64"),
         Case(tp=2, tp_mode="REDUCE_SCATTER", tp_recompute_allgather=False),
@@ -146,16 +151,23 @@ def named_cases() -> list[Case]:
             tp=4, family="qwen2", tp_mode="REDUCE_SCATTER", overlap=True, tp_recompute_allgather=False, dtype="float64"
         ),
         Case(tp=2, pp=2, schedule="zb_h1", overlap=True, recompute_layer=True),
-        Case(tp=2, compile=True),
         Case(tp=2, tp_mode="REDUCE_SCATTER", compile=True, overlap=True, recompute_layer=True, documents=True),
-        Case(dp=2, pp=2, schedule="zb_h1", compile=True, zero_stage=1),
-        Case(dp=2, compile=True, loss_chunk=7, z_loss=True, family="qwen3", zero_stage=1, dtype="float64"),
+        Case(dp=2, pp=2, schedule="zb_h1", compile=True, loss_chunk=7, z_loss=True, family="qwen3", zero_stage=1),
         Case(tp=4, family="qwen3", tp_mode="REDUCE_SCATTER", tied=True),
-        Case(dp=3, micro_batch_size=1, zero_stage=1, dtype="float64"),
+        Case(dp=3, rows=1, zero_stage=1, dtype="float64"),
         Case(dp=2, pp=2, pp_layers=(1, 3), documents=True),
         Case(tp=2, pp=2, tied=True, loss_chunk=7, z_loss=True, tp_mode="REDUCE_SCATTER", dtype="float64"),
     ]
     return cases
+
+
+def compiled_cases() -> list[Case]:
+    """More of what takes a compiler's seconds: each option of the two compiled cases above without the others."""
+    return [
+        Case(tp=2, compile=True),
+        Case(dp=2, pp=2, schedule="zb_h1", compile=True, zero_stage=1),
+        Case(dp=2, compile=True, loss_chunk=7, z_loss=True, family="qwen3", zero_stage=1, dtype="float64"),
+    ]
 
 
 def schedule_cases(schedules: list[str]) -> list[Case]:
@@ -164,8 +176,8 @@ def schedule_cases(schedules: list[str]) -> list[Case]:
     for name in schedules:
         if name not in OPTIONS["schedule"]:
             cases += [
-                Case(pp=3, layers=6, schedule=name, micro_batch_size=1),
-                Case(pp=2, dp=2, schedule=name, micro_batch_size=1, tied=True, zero_stage=1, dtype="float64"),
+                Case(pp=3, layers=6, schedule=name, rows=2),
+                Case(pp=2, dp=2, schedule=name, rows=1, tied=True, zero_stage=1, dtype="float64"),
             ]
     return cases
 
@@ -176,9 +188,9 @@ def schedule_product_cases(schedules: list[str]) -> list[Case]:
     for name in schedules:
         if name not in OPTIONS["schedule"]:
             cases += [
-                Case(pp=2, schedule=name, micro_batch_size=1, recompute_layer=True),
-                Case(pp=2, tp=2, schedule=name, tp_mode="REDUCE_SCATTER", family="qwen2"),
-                Case(pp=2, tp=2, dp=2, schedule=name, micro_batch_size=1, zero_stage=1, dtype="float64"),
-                Case(pp=3, layers=6, schedule=name, micro_batch_size=1, tied=True),
+                Case(pp=2, schedule=name, rows=1, recompute_layer=True),
+                Case(pp=2, tp=2, schedule=name, rows=2, tp_mode="REDUCE_SCATTER", family="qwen2"),
+                Case(pp=2, tp=2, dp=2, schedule=name, rows=1, zero_stage=1, dtype="float64"),
+                Case(pp=3, layers=6, schedule=name, rows=1, tied=True),
             ]
     return cases

@@ -42,7 +42,7 @@ Counts = dict[Collective, tuple[int, int]]
 CASES = [
     Case(dp=2),
     Case(dp=2, zero_stage=1),
-    Case(dp=2, zero_stage=1, micro_batch_size=1),
+    Case(dp=2, zero_stage=1, rows=1),
     Case(dp=3, zero_stage=1, tied=True),
     Case(tp=2),
     Case(tp=2, tp_mode="REDUCE_SCATTER"),
