@@ -174,3 +174,27 @@ def test_the_rules_catch_what_they_forbid(tmp_path: Path) -> None:
     assert is_allowed("check", "nanotron.training.topology.mesh_axes")
     assert not is_allowed("check", "nanotron.training.step.Training")
     assert not is_allowed("training.topology", "nanotron.training.step.Training")
+
+
+ASKS_ABOUT_AN_AXIS = {"size", "coord", "ranks_along", "group", "parts", "rank_at"}
+
+
+def asked_axes(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """(axis, line) of each literal that a call like mesh.size("tp") or mesh.rank_at(pp=0) is given."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ASKS_ABOUT_AN_AXIS:
+            yield from ((str(word.arg), word.value.lineno) for word in node.keywords)
+            yield from ((arg.value, arg.lineno) for arg in node.args if isinstance(arg, ast.Constant))
+
+
+def test_only_the_mesh_knows_what_the_data_axes_are() -> None:
+    """dp may be a product whose parts cut some parameters: everyone else asks for replicas, or for data parts."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line}"
+        for path in sources()
+        if path.relative_to(PACKAGE).parts[0] != "config" and path.name != "mesh.py"
+        for axis, line in asked_axes(ast.parse(path.read_text()))
+        if axis == "dp"
+    ]
+    assert not wrong, f"an axis argument that says dp: {', '.join(wrong)}"
+    assert [axis for axis, _ in asked_axes(ast.parse("mesh.size('dp') + mesh.rank_at(dp=0)"))] == ["dp", "dp"]

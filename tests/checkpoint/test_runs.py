@@ -24,7 +24,7 @@ from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.training import trainer
-from nanotron.training.step import ControlWord, Outcome
+from nanotron.training.control import ControlWord, Outcome
 from tests.checkpoint.runs import different, metrics_of, run, save_again, tensors_of, values_of
 from tests.convert.models import save_hugging_face
 

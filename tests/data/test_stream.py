@@ -278,7 +278,7 @@ def read_in_replica(rank, world, axes, documents):
     """This rank's rows of two steps, how many documents it read, and whether the data's end came to it."""
     config = config_for({"python": f"{EXAMPLES}:counting", "arguments": {"documents": documents}}, dp=2, repeat=False)
     mesh = Mesh(axes, rank)
-    mesh.create_groups(replicas=True)
+    mesh.create_groups(rows=True)
     feed = Feed(config, mesh, device=torch.device("cpu"))
     rows, ended = [], False
     for step in range(1, 4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nanotron.parallel.mesh import Mesh
-from nanotron.parallel.params import Box
+from nanotron.parallel.params import Box, ParamSpec
 from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
 
 SPECS = [
@@ -145,3 +146,43 @@ def gathers_on_rank(rank: int, world: int) -> list[int]:
 def test_weights_that_the_forward_meets_first_are_sent_first(pool):
     embed, norms, down = 34, 6, 16  # elements, padded to 2 replicas
     assert pool.run(2, gathers_on_rank) == [[embed, norms, down, down]] * 2
+
+
+EXPERTS = matrix("layers.0.experts.weight", 4, 6, shard=(("ep", 0),))
+ROUTER = matrix("layers.0.router.weight", 4, 6)
+
+
+def sums_with_experts(rank: int, world: int, zero_stage: int, everyone: bool) -> list[tuple[str, Box, torch.Tensor]]:
+    """The reduced gradients of this rank's shards; ``everyone``: the mistake of summing all of them over all of dp."""
+    mesh = Mesh({"dp": {"edp": 2, "ep": 2}}, rank)
+    over_all = mock.patch.object(ParamSpec, "reduce_axes", lambda spec, mesh: mesh.data_parts)
+    with over_all if everyone else nullcontext():
+        mesh.create_groups([("edp",)])
+        chunk = ToyChunk([EXPERTS, ROUTER], mesh)
+        buckets = make_buckets(chunk, mesh, zero_stage=zero_stage)
+        buckets.start(microbatches=1, sequence_length=8)
+        for name, spec in reversed(chunk.specs.items()):
+            chunk.contribute(name, whole(spec, seed=rank)[spec.local_box(mesh).slices()])
+        buckets.finish()
+    return [
+        (spec.name, box, view.clone())
+        for bucket in buckets.all
+        for spec, box, view in bucket.boxes(bucket.grads[bucket.shard], bucket.shard)
+    ]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_a_gradient_is_summed_over_the_parts_of_dp_that_do_not_cut_its_parameter(pool, zero_stage):
+    """dp = edp × ep: a router's over all four ranks; an expert's over the two that hold it, 0 and 2 or 1 and 3."""
+
+    def differences(everyone: bool) -> dict[str, float]:
+        worst = {EXPERTS.name: 0.0, ROUTER.name: 0.0}
+        for rank, parts in enumerate(pool.run(4, sums_with_experts, zero_stage, everyone)):
+            for name, box, grad in parts:
+                spec, holders = (EXPERTS, (rank % 2, rank % 2 + 2)) if name == EXPERTS.name else (ROUTER, range(4))
+                expected = sum(whole(spec, seed=holder) for holder in holders)[box.slices()]
+                worst[name] = max(worst[name], float((grad - expected).abs().max()))
+        return worst
+
+    assert max(differences(everyone=False).values()) < 1e-5
+    assert differences(everyone=True)[EXPERTS.name] > 0.1

@@ -137,7 +137,7 @@ def train(rank: int, world: int, case: Case) -> Trained:
     ]
     return Trained(
         [outcome.lm_loss for outcome in outcomes],
-        [outcome.z_loss for outcome in outcomes],
+        [outcome.losses.get("z", 0.0) for outcome in outcomes],
         [outcome.grad_norm for outcome in outcomes],
         first_grads,
         weights,

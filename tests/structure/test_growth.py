@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanotron.batch import Batch
 from nanotron.config import get_config_from_dict
 from nanotron.parallel.mesh import Mesh
-from nanotron.training.step import ControlWord, Training
+from nanotron.training.control import ControlWord
+from nanotron.training.step import Training
 from nanotron.training.trainer import train
 from tests.checkpoint.runs import values_of
 from tests.plan.configs import small

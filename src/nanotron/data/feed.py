@@ -82,8 +82,8 @@ class Feed:
         self._micro_batch_size = config.tokens.micro_batch_size
         self._accumulation = config.tokens.batch_accumulation_per_replica
         replica_batch = self._micro_batch_size * self._accumulation
-        self._first_row = mesh.coord("dp") * replica_batch
-        self._global_batch = mesh.size("dp") * replica_batch
+        self._first_row = mesh.replica * replica_batch
+        self._global_batch = mesh.num_replicas * replica_batch
         self._validation_batches = config.tokens.limit_val_batches
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
         self._stages = build_stages(config)

@@ -21,7 +21,7 @@ class ReplicaShare:
     def __init__(self, mesh: Mesh, *, device: torch.device) -> None:
         self._device = device
         self._source = mesh.ranks_along("pp", "cp", "tp")[0]
-        self._group = mesh.group("pp", "cp", "tp")
+        self._group = mesh.group("pp", "cp", "tp", purpose="rows")
         self.is_reader = mesh.rank == self._source
 
     def share(self, rows: Sequence[Rows] | EndOfData | None, shape: tuple[int, int, int]) -> list[Rows]:

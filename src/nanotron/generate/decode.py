@@ -72,13 +72,13 @@ class Decoder:
         if self._last:
             return x
         after = self._mesh.rank_at(pp=self._mesh.coord("pp") + 1)
-        dist.send(x, after, group=self._mesh.p2p_group("forward"))
+        dist.send(x, after, group=self._mesh.group("pp", purpose="forward"))
         return None
 
     def _receive(self, batch: Batch) -> Tensor:
         shape = (*batch.tokens.shape, self._model.config.hidden_size)  # [b, s, d]
         x = torch.empty(shape, dtype=self._dtype, device=self._device)
-        dist.recv(x, self._mesh.rank_at(pp=self._mesh.coord("pp") - 1), group=self._mesh.p2p_group("forward"))
+        dist.recv(x, self._mesh.rank_at(pp=self._mesh.coord("pp") - 1), group=self._mesh.group("pp", purpose="forward"))
         return x
 
     def _agree(self, logits: Tensor | None, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:
@@ -88,7 +88,7 @@ class Decoder:
             whole = gather_vocabulary(logits[:, 0], self._model.config.vocab_size, self._mesh)  # [b, V/t] -> [b, V]
             ids = [choose(row, sampling, generator) for row, generator in zip(whole, generators, strict=True)]
             chosen.copy_(torch.tensor(ids))
-        everyone = self._mesh.group("pp", "tp")
+        everyone = self._mesh.world_group()
         if everyone is not None:
             dist.broadcast(chosen, self._mesh.rank_at(pp=self._mesh.size("pp") - 1, tp=0), group=everyone)
         return chosen

@@ -154,7 +154,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
 
     from nanotron.data.tokenize.prepare import may_stream, prepare_data
     from nanotron.parallel.mesh import Mesh
-    from nanotron.training.topology import mesh_axes, tied_stages
+    from nanotron.training.topology import mesh_axes, parameter_specs, tied_stages
 
     general, mesh = config.general, Mesh(mesh_axes(config), place.rank)
     set_up_logging(config.logging.log_level, config.logging.log_level_replica, mesh)
@@ -171,7 +171,8 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         peers.gather(backend, device, timeout)
         general.run = peers.agree_on("run", general.run)  # its date may differ by a second
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
-        mesh.create_groups(tied_stages=holders, timeout=timeout, replicas=may_stream(config))
+        reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
+        mesh.create_groups(reductions, holders, timeout, rows=may_stream(config))
     layout = " ".join(f"{axis}={mesh.size(axis)}" for axis in ("dp", "tp", "pp"))
     between = f", {backend}" if place.world > 1 else ""
     logger.info("%s on %s%s, threads per rank: %d", layout, device, between, torch.get_num_threads())

@@ -37,6 +37,11 @@ def head_name(config: ModelConfig) -> str:
     return EMBED if config.tie_word_embeddings else HEAD
 
 
+def loss_names(config: ModelConfig) -> tuple[str, ...]:
+    """The losses that the last stage reports, each a sum over tokens."""
+    return ("lm", "z") if config.z_loss_enabled else ("lm",)
+
+
 def llama_specs(
     config: ModelConfig, *, std: float = 0.02, scaling_method: str = "num_layers", sequence_parallel: bool = False
 ) -> dict[str, ParamSpec]:

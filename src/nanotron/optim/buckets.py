@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -83,7 +82,12 @@ class Bucket:
     shard: slice
     norm_shard: slice
     """The range whose squared norm this replica contributes: 1/n of the bucket at every ZeRO stage."""
-    group: ProcessGroup | None
+    replicas: int
+    """Ranks that hold the same parameters for different tokens: gradients are summed over them."""
+    replica: int
+    """Which of them this rank is, from 0."""
+    gradient_group: ProcessGroup | None
+    weight_group: ProcessGroup | None
     missing: int = 0
     """How many contributions must still come before the gradients are complete."""
     works: list[Work] = field(default_factory=list)
@@ -163,8 +167,8 @@ class Buckets:
         return Treatment(
             chunk=chunk,
             dtype=weight.dtype,
-            reduce_axes=spec.reduce_axes(),
-            partial_axes=tuple(axis for axis in spec.partial_grad if self._mesh.size(axis) > 1),
+            reduce_axes=spec.reduce_axes(self._mesh),
+            partial_axes=spec.partial_axes(self._mesh),
             counted=spec.is_owner(self._mesh) and first_holder,
             decay=spec.decay,
             lr_scale=spec.lr_scale,
@@ -177,8 +181,8 @@ class Buckets:
             box = chunk.specs[name].local_box(self._mesh)
             slots.append(Slot(chunk.specs[name], box, start, chunk.weights[name]))
             start += box.numel
-        replicas = prod(self._mesh.size(axis) for axis in treatment.reduce_axes)
-        replica = self._mesh.ranks_along(*treatment.reduce_axes).index(self._mesh.rank)
+        peers = self._mesh.ranks_along(*treatment.reduce_axes)
+        replicas, replica = len(peers), peers.index(self._mesh.rank)
         length = -(-start // replicas)  # of a shard, the last ones padded
         weights = torch.zeros(length * replicas, dtype=treatment.dtype, device=slots[0].weight.device)
         grads = torch.zeros_like(weights, dtype=grad_dtype)
@@ -190,7 +194,10 @@ class Buckets:
             grads=grads,
             shard=share if self._zero_stage else slice(0, len(weights)),
             norm_shard=share,
-            group=self._mesh.group(*treatment.reduce_axes),
+            replicas=replicas,
+            replica=replica,
+            gradient_group=self._mesh.group(*treatment.reduce_axes, purpose="gradients"),
+            weight_group=self._mesh.group(*treatment.reduce_axes, purpose="weights"),
         )
         for slot in slots:
             place = slice(slot.start, slot.start + slot.box.numel)
@@ -250,16 +257,16 @@ class Buckets:
                 stages = self._tied_stages[bucket.slots[0].spec.name]
                 all_reduce_(bucket.grads, self._mesh.tied_group(stages))
             for axis in bucket.treatment.partial_axes:
-                all_reduce_(bucket.grads, self._mesh.group(axis))
+                all_reduce_(bucket.grads, self._mesh.group(axis, purpose="gradients"))
             self._start_reduction(bucket)
         for bucket in self.all:
             bucket.wait()
 
     def _start_reduction(self, bucket: Bucket) -> None:
         if self._zero_stage:
-            work = start_reduce_scatter(bucket.grads[bucket.shard], bucket.grads, bucket.group)
+            work = start_reduce_scatter(bucket.grads[bucket.shard], bucket.grads, bucket.gradient_group)
         else:
-            work = start_all_reduce(bucket.grads, bucket.group)
+            work = start_all_reduce(bucket.grads, bucket.gradient_group)
         if work is not None:
             bucket.works.append(work)
 
@@ -278,7 +285,7 @@ class Buckets:
         """
         for bucket in self._by_first_use:
             if self._zero_stage:
-                work = start_all_gather(bucket.weights, bucket.weights[bucket.shard], bucket.group)
+                work = start_all_gather(bucket.weights, bucket.weights[bucket.shard], bucket.weight_group)
                 bucket.works += [work] if work is not None else []
 
     def wait_gather(self) -> None:

@@ -19,7 +19,7 @@ class StateEntry(NamedTuple):
     spec: ParamSpec
     box: Box
     tensor: Tensor
-    counted: bool
+    writes: bool
     """This rank's copy is the one a checkpoint keeps."""
 
 
@@ -78,8 +78,9 @@ class Optimizer:
             if shard.master.dtype != bucket.weights.dtype:
                 states["master"] = shard.master
             for kind, flat in states.items():
+                writes = bucket.treatment.counted and (bucket.shard == bucket.norm_shard or bucket.replica == 0)
                 for spec, box, view in bucket.boxes(flat, bucket.shard):
-                    yield StateEntry(kind, spec, box, view, bucket.treatment.counted)
+                    yield StateEntry(kind, spec, box, view, writes)
 
     def masters(self) -> Iterator[tuple[Bucket, Tensor]]:
         """The weights in update precision that this rank's norms count: each bucket's ``norm_shard``."""

@@ -10,20 +10,33 @@
 tp is fastest: its ranks talk most, so they are neighbours on one machine. An axis may be a product of sub-axes
 (``{"tp": {"tp_kv": 2, "tp_rep": 2}}``): then both the product and its parts have a size, a coordinate and groups.
 The arithmetic needs no torch; ``create_groups`` does.
+
+Every purpose has communicators of its own, also where two purposes join the same ranks. Collectives of one communicator
+must start in one order on all its ranks, and each purpose keeps that order by itself: what a forward computes, in
+program order; gradients, bucket by bucket, at moments that depend on timing. In one communicator they would interleave
+differently on different ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AxisSizes = Mapping[str, "int | Mapping[str, int]"]
+
+Purpose = Literal["compute", "gradients", "weights", "rows", "control", "forward", "backward"]
+"""What a communicator is for: collectives inside a forward or backward (of tensors, sequences, experts), gradients,
+updated weights, rows of a stream, the few numbers that steer a step, and transfers between stages: of activations
+(forward), of their gradients (backward)."""
+
+DATA_AXES = ("dp", "cp")
+"""Axes whose ranks see different tokens: gradients are summed over them."""
 
 
 def training_axes(*, dp: int, tp: int, pp: int, num_key_value_heads: int) -> dict[str, int | dict[str, int]]:
@@ -53,10 +66,8 @@ class Mesh:
         self.world = prod(self._sizes.values())
         assert 0 <= rank < self.world, f"rank {rank} is outside a mesh of {self.world} ranks"
         self._coords = dict(zip(self._sizes, _unravel(rank, tuple(self._sizes.values())), strict=True))
-        self._lines: dict[tuple[str, ...], tuple[int, ...]] = {}
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._p2p_groups: dict[str, ProcessGroup] = {}
-        self._timeout: timedelta | None = None
+        self._ranks_along: dict[tuple[str, ...], tuple[int, ...]] = {}
+        self._groups: dict[tuple[Purpose, tuple[int, ...]], ProcessGroup] = {}
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={self.size(axis)}" for axis in self._parts)
@@ -77,11 +88,27 @@ class Mesh:
 
     def ranks_along(self, *axes: str) -> tuple[int, ...]:
         """The ranks that share all of this rank's coordinates but those along ``axes``, in order of coordinate."""
-        if axes not in self._lines:  # every layer asks, in every microbatch
+        if axes not in self._ranks_along:  # every layer asks, in every microbatch
             free = {part for axis in axes for part in self.parts(axis)}
             ranges = [range(size) if part in free else [self._coords[part]] for part, size in self._sizes.items()]
-            self._lines[axes] = tuple(self._ravel(coords) for coords in product(*ranges))
-        return self._lines[axes]
+            self._ranks_along[axes] = tuple(self._ravel(coords) for coords in product(*ranges))
+        return self._ranks_along[axes]
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks that each read rows of their own: the data-parallel replicas of the model."""
+        return self.size("dp")
+
+    @property
+    def replica(self) -> int:
+        """Which of the replicas this rank belongs to, from 0."""
+        return self.coord("dp")
+
+    @property
+    def data_parts(self) -> tuple[str, ...]:
+        """The parts of the data axes that have more than one rank: ("dp",), ("edp", "ep", "cp"), …"""
+        parts = [part for axis in DATA_AXES for part in self.parts(axis)]
+        return tuple(part for part in parts if self.size(part) > 1)
 
     def rank_at(self, **coords: int) -> int:
         """The rank at this rank's coordinates with those along some axes replaced: ``mesh.rank_at(pp=0)``."""
@@ -108,78 +135,70 @@ class Mesh:
         axes: AxisSizes = {axis: {part: self._sizes[part] for part in parts} for axis, parts in self._parts.items()}
         return Mesh(axes, rank)
 
-    def _others(self) -> list[Mesh]:
-        """This mesh as each rank sees it, in order of rank."""
-        return [self.seen_by(rank) for rank in range(self.world)]
-
     # ------------------------------------------------------------ process groups
 
     def create_groups(
-        self, tied_stages: Sequence[int] = (), timeout: timedelta | None = None, *, replicas: bool = False
+        self,
+        reductions: Iterable[Sequence[str]] = (),
+        tied_stages: Sequence[int] = (),
+        timeout: timedelta | None = None,
+        *,
+        rows: bool = False,
     ) -> None:
-        """Create every communicator this mesh will use; collective over all ranks, always in the same order.
+        """Create every communicator this mesh will use, each among its own ranks alone, on all in the same order.
 
-        ``tied_stages``: pipeline coordinates that hold copies of one parameter; their ranks get a group of their own.
-        ``replicas``: whether the ranks of each replica need a group, ``group("pp", "cp", "tp")``.
+        ``reductions``: products of data parts that some gradients are summed over, besides all of them.
+        ``tied_stages``: pipeline coordinates that hold copies of one parameter; their ranks sum its gradient.
+        ``rows``: whether the ranks of a replica pass rows of a stream on, ``group("pp", "cp", "tp", purpose="rows")``.
         ``timeout`` of every collective in these groups (torch's default when None).
-        Call it once, after ``init_process_group``. Groups of one rank are never created.
+        Call it once, after ``init_process_group``. Groups of one rank are never created; the whole world's control
+        group is the default one.
         """
-        self._timeout = timeout
-        products: list[tuple[str, ...]] = [("tp",), ("tp_rep",), ("dp",)]
-        products += [("pp", "cp", "tp")] if replicas else []
-        rank_sets = {other.ranks_along(*axes) for axes in products for other in self._others()}
-        if len(set(tied_stages)) > 1:
-            rank_sets |= {self._tied_ranks(other, tied_stages) for other in self._others()}
-        for ranks in sorted(rank_sets):
-            self._create(ranks)
-        for pipeline in sorted({other.ranks_along("pp") for other in self._others()}):
-            for direction in ("forward", "backward"):
-                self._create_p2p(pipeline, direction)
+        sums = sorted({self.data_parts, *map(tuple, reductions)})
+        wanted: list[tuple[Purpose, Sequence[str]]] = [("compute", (axis,)) for axis in ("tp", "cp", "ep")]
+        wanted += [("control", self.data_parts)]
+        wanted += [("gradients", axes) for axes in (*sums, ("tp",), ("tp_rep",))]
+        wanted += [("weights", axes) for axes in sums]
+        wanted += [("rows", ("pp", "cp", "tp"))] if rows else []
+        wanted += [("forward", ("pp",)), ("backward", ("pp",))]
+        for purpose, axes in wanted:
+            self._create(purpose, self.ranks_along(*axes), timeout)
+        if self.coord("pp") in tied_stages:
+            self._create("gradients", self._tied_ranks(tied_stages), timeout)
 
-    def group(self, *axes: str) -> ProcessGroup | None:
-        """The communicator of ``ranks_along(*axes)``, or None when that is this rank alone."""
-        return self.group_of(self.ranks_along(*axes))
+    def group(self, *axes: str, purpose: Purpose = "compute") -> ProcessGroup | None:
+        """The communicator of ``ranks_along(*axes)`` for a purpose, or None when that is this rank alone.
 
-    def group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        """The communicator of exactly these ranks, or None for one rank. Raises KeyError if it was never created."""
-        if len(ranks) == 1:
-            return None
-        if len(ranks) == self.world:
-            from torch.distributed import group
-
-            return group.WORLD
-        return self._groups[tuple(ranks)]
-
-    def p2p_group(self, direction: str) -> ProcessGroup | None:
-        """This pipeline's communicator for ``"forward"`` (activations) or ``"backward"`` (gradients) transfers.
-
-        They are apart so that an activation and a gradient between one pair of ranks never wait for each other.
+        Raises KeyError if it was never created.
         """
-        return self._p2p_groups.get(direction)
+        return self._group(purpose, self.ranks_along(*axes))
+
+    def world_group(self) -> ProcessGroup | None:
+        """The communicator of all ranks, for control; None for one rank."""
+        return self._group("control", range(self.world))
 
     def tied_group(self, stages: Sequence[int]) -> ProcessGroup | None:
         """The communicator of the ranks that hold this rank's shard of a parameter tied over these stages."""
-        return self.group_of(self._tied_ranks(self, stages))
+        return self._group("gradients", self._tied_ranks(stages))
 
-    @staticmethod
-    def _tied_ranks(mesh: Mesh, stages: Sequence[int]) -> tuple[int, ...]:
-        return tuple(mesh.rank_at(pp=stage) for stage in sorted(set(stages)))
+    def _group(self, purpose: Purpose, ranks: Sequence[int]) -> ProcessGroup | None:
+        if len(ranks) == 1:
+            return None
+        if purpose == "control" and len(ranks) == self.world:
+            from torch.distributed import group
 
-    def _create(self, ranks: tuple[int, ...]) -> None:
+            return group.WORLD
+        return self._groups[purpose, tuple(ranks)]
+
+    def _tied_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.rank_at(pp=stage) for stage in sorted(set(stages)))
+
+    def _create(self, purpose: Purpose, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
         import torch.distributed as dist
 
-        if 1 < len(ranks) < self.world:
-            group = dist.new_group(list(ranks), timeout=self._timeout)
-            if self.rank in ranks:
-                self._groups[ranks] = group
-
-    def _create_p2p(self, ranks: tuple[int, ...], direction: str) -> None:
-        import torch.distributed as dist
-
-        if len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=self._timeout)
-            if self.rank in ranks:
-                self._p2p_groups[direction] = group
+        if len(ranks) == 1 or (purpose, ranks) in self._groups or (purpose == "control" and len(ranks) == self.world):
+            return
+        self._groups[purpose, ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -21,9 +21,6 @@ from nanotron.parallel.mesh import Mesh
 if TYPE_CHECKING:
     import numpy as np
 
-DATA_AXES = ("dp", "cp")
-"""Axes whose ranks see different tokens: gradients are summed over them."""
-
 MODEL_AXES = ("tp",)
 """Axes whose ranks hold different parts, or copies, of one stage's parameters."""
 
@@ -119,18 +116,28 @@ class ParamSpec:
             shape[dim] = length * (i + 1) // n - offset[dim]
         return Box(tuple(offset), tuple(shape))
 
-    def reduce_axes(self) -> tuple[str, ...]:
-        """The data axes the gradient is summed over: all that do not shard the parameter."""
-        return tuple(axis for axis in DATA_AXES if axis not in dict(self.shard))
+    def reduce_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The parts of the data axes the gradient is summed over: those that do not cut the parameter.
+
+        With experts cut over ep and dp = edp × ep, a router's gradient is summed over edp and ep, an expert's over edp.
+        """
+        return tuple(part for part in mesh.data_parts if part not in self._cut_over(mesh))
+
+    def partial_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes over which each rank has only a part of the gradient; those of size 1 left out."""
+        return tuple(axis for axis in self.partial_grad if mesh.size(axis) > 1)
 
     def grad_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Every axis the gradient is summed over on this mesh: data axes, then partial ones; size 1 left out."""
-        return tuple(axis for axis in self.reduce_axes() + self.partial_grad if mesh.size(axis) > 1)
+        """Every axis the gradient is summed over on this mesh: data axes, then partial ones."""
+        return self.reduce_axes(mesh) + self.partial_axes(mesh)
 
     def is_owner(self, mesh: Mesh) -> bool:
         """Whether this rank holds the first of the copies that the model axes make: counted in norms, written once."""
-        cut = {part for axis, _ in self.shard for part in mesh.parts(axis)}
-        return all(mesh.coord(part) == 0 for axis in MODEL_AXES for part in mesh.parts(axis) if part not in cut)
+        copies = {part for axis in MODEL_AXES for part in mesh.parts(axis)} - self._cut_over(mesh)
+        return all(mesh.coord(part) == 0 for part in copies)
+
+    def _cut_over(self, mesh: Mesh) -> set[str]:
+        return {part for axis, _ in self.shard for part in mesh.parts(axis)}
 
 
 TILE = (128, 512)

@@ -29,7 +29,7 @@ def recorder(
 
     Written by the pipeline of the first replica: `pipeline-step-<step>-rank-<pipeline rank>.json`.
     """
-    writes = mesh.coord("dp") == mesh.coord("tp") == 0
+    writes = mesh.rank_at(pp=0) == 0
 
     @contextmanager
     def record(step: int) -> Iterator[None]:

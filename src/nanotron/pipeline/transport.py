@@ -83,7 +83,7 @@ class Transport:
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._mesh, self._shape, self._dtype, self._device = mesh, shape, dtype, device
-        self._groups = {"F": mesh.p2p_group("forward"), "B": mesh.p2p_group("backward")}
+        self._groups = {"F": mesh.group("pp", purpose="forward"), "B": mesh.group("pp", purpose="backward")}
         group = self._groups["F"]
         self.can_ask = group is not None and dist.get_backend(group) == "gloo"
         """Whether the host can do something else until a tensor arrives (with a GPU it does not wait at all)."""

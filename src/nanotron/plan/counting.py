@@ -36,7 +36,7 @@ class Traffic(NamedTuple):
 
     kind: str
     axis: str
-    """Of the mesh; or "tied", the stages that hold a tied weight; or "world", all ranks."""
+    """Of the mesh, or several as "edp+ep"; or "tied", the stages that hold a tied weight; or "world", all ranks."""
     what: str
     """"calls", or "bytes" of the whole tensor: what an all-gather ends with, what a reduce-scatter begins with."""
 

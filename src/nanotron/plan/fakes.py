@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanotron.ops import attention
 from nanotron.ops import gemm as products
-from nanotron.parallel.mesh import AxisSizes, Mesh
+from nanotron.parallel.mesh import AxisSizes, Mesh, Purpose
 from nanotron.plan.counting import Counting
 
 
@@ -29,14 +29,13 @@ class FakeMesh(Mesh):
         super().__init__(axes, rank)
         self._fakes: dict[str, ProcessGroup | None] = {}
 
-    def group(self, *axes: str) -> ProcessGroup | None:
+    def group(self, *axes: str, purpose: Purpose = "compute") -> ProcessGroup | None:
         name = "+".join(axis for axis in axes if self.size(axis) > 1)
         if name not in self._fakes:
             self._fakes[name] = _fake_group(name, prod(self.size(axis) for axis in axes))
         return self._fakes[name]
 
-    def group_of(self, ranks: Sequence[int]) -> ProcessGroup | None:
-        assert len(ranks) == self.world, "only the whole world is asked for by its ranks"
+    def world_group(self) -> ProcessGroup | None:
         return _fake_group("world", self.world)
 
     def tied_group(self, stages: Sequence[int]) -> ProcessGroup | None:

@@ -18,12 +18,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from nanotron.batch import Batch
 from nanotron.models.decoder import Llama
+from nanotron.models.specs import loss_names
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.plan.counting import Counting, Work
 from nanotron.plan.fakes import FakeMesh, counting
+from nanotron.training.control import ControlWord
 from nanotron.training.step import (
-    ControlWord,
     Held,
     begin_to_count_targets,
     build_buckets,
@@ -281,7 +282,7 @@ def _update(config: Config, mesh: FakeMesh, chunks: Sequence[Llama], buckets: Bu
             for _ in range(chunk.uses(name, length)):
                 chunk.weight_grads.ready(weight)
     buckets.finish()
-    word = ControlWord(buckets.squared_norm(), {}, save=False, stop=False)
+    word = ControlWord(buckets.squared_norm(), {}, loss_names(config.model.model_config), save=False, stop=False)
     word.reduce(mesh, num_targets)
     optimizer.step(1e-3, word.grad_scale(config.optimizer.clip_grad), word.found_inf())
     buckets.start_gather()

@@ -209,11 +209,12 @@ class Planner:
         peak = self.cluster.peak_flops(config)
         duration, exposed = timeline.duration, 0.0
         axis_seconds: dict[str, float] = {}
+        data = "+".join(Mesh(mesh_axes(config)).data_parts)
         for (start, end), held, state in zip(ends, chunks, states, strict=True):
             traffic = self._traffic_seconds(config, state.update)
             reductions = self._traffic_seconds(config, Work({k: v for k, v in state.update.items() if _reduces(k)}))
-            last_bucket = reductions.get("dp", 0.0) / max(1, state.update[Traffic("reduce_scatter", "dp", "calls")])
-            hidden = min(reductions.get("dp", 0.0) - last_bucket, end - start)
+            last_bucket = reductions.get(data, 0.0) / max(1, state.update[Traffic("reduce_scatter", data, "calls")])
+            hidden = min(reductions.get(data, 0.0) - last_bucket, end - start)
             left = end + sum(traffic.values()) - hidden - (timeline.start + duration)
             exposed = max(exposed, left)
             busy = self._axis_seconds(config, held, traffic)
@@ -262,7 +263,7 @@ def _extent(config: Config, axis: str) -> tuple[int, int]:
         return mesh.world, 1
     if axis == "tied":
         return 2, mesh.world // mesh.size("pp") * (mesh.size("pp") - 1)
-    ranks = mesh.ranks_along(axis)
+    ranks = mesh.ranks_along(*axis.split("+"))
     return len(ranks), ranks[1] - ranks[0]
 
 

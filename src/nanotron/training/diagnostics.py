@@ -78,7 +78,7 @@ class Details:
     @contextmanager
     def watching(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         """Around the forward and backward of all microbatches."""
-        self._tokens = sum(batch.tokens.numel() for batch in microbatches) * self._mesh.size("dp")
+        self._tokens = sum(batch.tokens.numel() for batch in microbatches) * self._mesh.num_replicas
         for chunk in self._chunks:
             chunk.measure = True
         if self._work:
@@ -106,7 +106,7 @@ class Details:
             mine = torch.zeros(2, self._mesh.world, dtype=torch.float64)  # a column for each rank
             mine[:, self._mesh.rank] = torch.tensor([self._busy_seconds, memory_gib(device)], dtype=torch.float64)
             parts.append(mine.view(-1).to(device))
-        self._word = all_reduce_(torch.cat(parts), self._mesh.group_of(range(self._mesh.world)))
+        self._word = all_reduce_(torch.cat(parts), self._mesh.world_group())
 
     def read(self) -> dict[str, float]:
         """Wait for the measurements; further columns of the step's row."""

@@ -29,6 +29,6 @@ def validation_loss(training: Training, batches: Iterator[list[Batch]], mesh: Me
             total[1] += torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in microbatches]).sum()
     if num_batches == 0:
         return None
-    all_reduce_(total, mesh.group_of(range(mesh.world)))
+    all_reduce_(total, mesh.world_group())
     loss, targets = total.tolist()
     return float(loss / max(targets, 1.0))

@@ -6,9 +6,8 @@ feed ─► count targets ─► pipeline (F, B, W of all microbatches; full buc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,74 +17,20 @@ from torch import Tensor
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.checkpoint.format import Piece
 from nanotron.models.decoder import Llama
+from nanotron.models.specs import loss_names
 from nanotron.ops.fused import Fuse, as_written, fused
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.lr import learning_rate
 from nanotron.optim.optimizer import SGD, AdamW, Optimizer
-from nanotron.parallel.comm import Arrival, all_reduce_, begin_all_reduce_
+from nanotron.parallel.comm import Arrival, begin_all_reduce_
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
-from nanotron.training.diagnostics import Details, details_of
+from nanotron.training.control import ControlWord
+from nanotron.training.diagnostics import details_of
 from nanotron.training.topology import layers_of_stages, parameter_specs, pipeline_schedule, tied_stages
 
 if TYPE_CHECKING:
     from nanotron.config import Config
-
-LOSSES = ("lm", "z")
-"""The losses a model may report, in their order in the control word."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What every rank knows of a step once its control word is read. Losses are means over the valid tokens."""
-
-    lm_loss: float
-    z_loss: float
-    grad_norm: float
-    save: bool
-    """Some rank asked for a checkpoint of this step."""
-    stop: bool
-    """Some rank was told to stop after this step."""
-    details: dict[str, float] = field(default_factory=dict)
-    """What only measured steps tell, by column of the step's row."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether the update was made: it is left out when the loss or the gradient is not finite."""
-        return all(abs(value) < float("inf") for value in (self.lm_loss, self.z_loss, self.grad_norm))
-
-
-class ControlWord:
-    """The one world-wide all-reduce of a step: [norm², losses…, save, stop], float64. The host reads it when needed."""
-
-    def __init__(self, squared_norm: Tensor, losses: Mapping[str, Tensor], *, save: bool, stop: bool) -> None:
-        """Each argument is this rank's addend."""
-        zero = torch.zeros_like(squared_norm)
-        sums = [losses[name].double() if name in losses else zero for name in LOSSES]
-        flags = torch.tensor([save, stop], dtype=torch.float64).to(squared_norm.device, non_blocking=True)
-        self._word = torch.cat([torch.stack([squared_norm, *sums]), flags])
-        self.details: Details | None = None
-        """The step's further measurements; most steps have none."""
-
-    def reduce(self, mesh: Mesh, num_targets: Tensor) -> None:
-        """Add up all ranks' words; the losses become means over ``num_targets``."""
-        all_reduce_(self._word, mesh.group_of(range(mesh.world)))
-        self._word[1 : 1 + len(LOSSES)] /= num_targets
-
-    def grad_scale(self, clip: float | None) -> Tensor:
-        """What gradients are divided by so that their global norm is at most ``clip`` (arXiv 1211.5063)."""
-        norm = self._word[0].sqrt()
-        return torch.ones_like(norm) if clip is None else ((norm + 1e-6) / clip).clamp(min=1.0)
-
-    def found_inf(self) -> Tensor:
-        """1 when the loss or the gradient is not finite, else 0."""
-        return 1.0 - self._word[: 1 + len(LOSSES)].isfinite().all().double()
-
-    def read(self) -> Outcome:
-        """Wait for the word and read it on the host."""
-        squared_norm, lm, z, save, stop = self._word.tolist()
-        norm = squared_norm**0.5 if squared_norm >= 0 else squared_norm
-        return Outcome(lm, z, norm, save > 0, stop > 0, self.details.read() if self.details else {})
 
 
 class Training:
@@ -126,7 +71,8 @@ class Training:
         with details.watching(microbatches) if details else nullcontext():
             losses = self.pipeline.run(microbatches, lambda: 1.0 / num_targets())
         self.buckets.finish()
-        word = ControlWord(self.buckets.squared_norm(), self._counted(losses), save=save, stop=stop)
+        names = loss_names(self._config.model.model_config)
+        word = ControlWord(self.buckets.squared_norm(), self._counted(losses), names, save=save, stop=stop)
         word.reduce(self._mesh, num_targets())
         if details:
             details.before_update(self.optimizer)
@@ -141,13 +87,12 @@ class Training:
     def pieces(self) -> Iterator[Piece]:
         """All state that outlives a step, as boxes of global tensors: weights and optimizer state."""
         self.buckets.wait_gather()
-        replicas, replica = self._mesh.size("dp"), self._mesh.coord("dp")
         slots = [(bucket, slot) for bucket in self.buckets.all for slot in bucket.slots]
         for index, (bucket, slot) in enumerate(slots):
-            writes = bucket.treatment.counted and index % replicas == replica  # replicas share the writing
+            mine = index % bucket.replicas == bucket.replica  # replicas share the writing
+            writes = bucket.treatment.counted and mine
             yield Piece("weight", slot.spec.name, slot.spec.shape, slot.box, slot.weight.data, writes)
-        for kind, spec, box, tensor, counted in self.optimizer.state():
-            writes = counted and (self._config.optimizer.zero_stage > 0 or replica == 0)
+        for kind, spec, box, tensor, writes in self.optimizer.state():
             yield Piece(kind, spec.name, spec.shape, box, tensor, writes)
 
     def _counted(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -158,10 +103,10 @@ class Training:
 def begin_to_count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> Arrival:
     """The number of valid tokens of the whole global batch, which every loss and gradient is divided by.
 
-    It crosses ranks behind the last update's weights, so it is not waited for before the first loss is there.
+    It crosses ranks while the last update's weights do, so it is not waited for before the first loss is there.
     """
     count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in microbatches]).sum().double()
-    arrival = begin_all_reduce_(count, mesh.group("dp"))
+    arrival = begin_all_reduce_(count, mesh.group(*mesh.data_parts, purpose="control"))
     return lambda: arrival().clamp(min=1)
 
 

@@ -29,9 +29,10 @@ from nanotron.optim.lr import learning_rate
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.store import Store
 from nanotron.pipeline.trace import recorder
+from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.evaluate import validation_loss
 from nanotron.training.init_or_resume import Start, load_or_begin, places
-from nanotron.training.step import ControlWord, Outcome, Training
+from nanotron.training.step import Training
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -226,7 +227,7 @@ class Run:
     def _log(self, made: _Made, outcome: Outcome) -> None:
         now = time.perf_counter()
         values: dict[str, float | int | str] = {
-            "lm_loss": outcome.lm_loss,
+            **{f"{name}_loss": value for name, value in outcome.losses.items()},
             "grad_norm": outcome.grad_norm,
             "lr": self._learning_rate(made.step),
             "seconds": now - self._clock,
@@ -238,8 +239,6 @@ class Run:
         }
         if made.val_loss is not None:
             values["val_loss"] = made.val_loss
-        if self.config.model.model_config.z_loss_enabled:
-            values["z_loss"] = outcome.z_loss
         self._clock = now
         values |= outcome.details
         self.metrics.log(made.step, values)

@@ -1,0 +1,104 @@
+"""The control word: the one world-wide all-reduce of a step.
+
+    squared_norm │ losses: lm, z, … │ flags: save, stop │ a section for each vector that the model counts
+
+Every rank gives its addend of each section. Sections are asked for by name, so a further one changes no other. The
+host reads the word when it is needed; what decides the update stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nanotron.parallel.comm import all_reduce_
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.diagnostics import Details
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What every rank knows of a step once its control word is read."""
+
+    losses: dict[str, float]
+    """Means over the valid tokens of the global batch, by the model's name for each."""
+    grad_norm: float
+    """Global norm of the gradient, before clipping."""
+    save: bool
+    """Some rank asked for a checkpoint of this step."""
+    stop: bool
+    """Some rank was told to stop after this step."""
+    details: dict[str, float] = field(default_factory=dict)
+    """What only measured steps tell, by column of the step's row."""
+
+    @property
+    def lm_loss(self) -> float:
+        """The language-modelling loss alone."""
+        return self.losses["lm"]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the update was made: it is left out when a loss or the gradient is not finite."""
+        return all(abs(value) < float("inf") for value in (*self.losses.values(), self.grad_norm))
+
+
+class ControlWord:
+    """A step's control word, float64: this rank's addends until ``reduce``, the sums over all ranks afterwards."""
+
+    def __init__(
+        self,
+        squared_norm: Tensor,
+        losses: Mapping[str, Tensor],
+        loss_names: Sequence[str],
+        vectors: Mapping[str, Tensor] | None = None,
+        *,
+        save: bool,
+        stop: bool,
+    ) -> None:
+        """``losses``: those this rank counts, sums over tokens; ``loss_names``: all that any rank has.
+
+        ``vectors``: further sections, 1-dim, of equal names and lengths on all ranks.
+        """
+        zero = torch.zeros_like(squared_norm)
+        flags = torch.tensor([save, stop], dtype=torch.float64).to(squared_norm.device, non_blocking=True)
+        sections = {
+            "squared_norm": squared_norm[None],
+            "losses": torch.stack([losses[name].double() if name in losses else zero for name in loss_names]),
+            "flags": flags,
+            **(vectors or {}),
+        }
+        self._loss_names = tuple(loss_names)
+        self._word = torch.cat([section.double() for section in sections.values()])
+        parts = torch.split(self._word, [len(section) for section in sections.values()])
+        self._sections: dict[str, Tensor] = dict(zip(sections, parts, strict=True))  # views of the word
+        self.details: Details | None = None
+        """The step's further measurements; most steps have none."""
+
+    def __getitem__(self, section: str) -> Tensor:
+        """A section, on the device."""
+        return self._sections[section]
+
+    def reduce(self, mesh: Mesh, num_targets: Tensor) -> None:
+        """Add up all ranks' words; the losses become means over ``num_targets``."""
+        all_reduce_(self._word, mesh.world_group())
+        self["losses"].div_(num_targets)
+
+    def grad_scale(self, clip: float | None) -> Tensor:
+        """What gradients are divided by so that their global norm is at most ``clip`` (arXiv 1211.5063)."""
+        norm = self["squared_norm"][0].sqrt()
+        return torch.ones_like(norm) if clip is None else ((norm + 1e-6) / clip).clamp(min=1.0)
+
+    def found_inf(self) -> Tensor:
+        """1 when a loss or the gradient is not finite, else 0."""
+        return 1.0 - self._word[: 1 + len(self._loss_names)].isfinite().all().double()
+
+    def read(self) -> Outcome:
+        """Wait for the word and read it on the host."""
+        squared_norm, *values = self._word.tolist()
+        losses = dict(zip(self._loss_names, values, strict=False))
+        save, stop = values[len(losses) : len(losses) + 2]
+        norm = squared_norm**0.5 if squared_norm >= 0 else squared_norm
+        return Outcome(losses, norm, save > 0, stop > 0, self.details.read() if self.details else {})
