@@ -82,7 +82,7 @@ def import_hf(
     """Turn a Hugging Face model, or an existing Nanotron's checkpoint, into a checkpoint (weights only)."""
     from nanotron.convert.importing import import_weights
 
-    checkpoint = import_weights(source, target)
+    checkpoint = import_weights(source, target, tell=lambda line: print(line, file=sys.stderr))
     print(f"{checkpoint}: train on from it with model.init_method: {{path: {checkpoint}}}")
 
 

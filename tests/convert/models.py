@@ -47,11 +47,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def hugging_face_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def hugging_face_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model whose every parameter is random, biases and norms too."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = {**SHAPE, **MODELS[name]}
+    values = {**SHAPE, **MODELS[name], **changes}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)

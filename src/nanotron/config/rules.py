@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nanotron.config.config import Config
 from nanotron.config.keys import Path, path_of
-from nanotron.config.model import Qwen2Config
+from nanotron.config.model import ModelConfig, Qwen2Config
 
 Findings = Iterator[tuple[str, str]]
 HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
@@ -155,13 +155,19 @@ def _dtype_is_trainable(config: Config) -> Findings:
 
 @rule("model.model_config.sliding_window_size", SEQUENCE, STAGE_SEQUENCES)
 def _windows_cover_sequences(config: Config) -> Findings:
-    window, longest = config.model.model_config.sliding_window_size, max(config.stage_sequence_lengths)
-    if window is not None and window < longest:
-        yield (
-            "model.model_config.sliding_window_size",
-            f"{window} is shorter than the longest sequence, {longest}, and attention always sees the whole sequence;"
-            " leave it out, or shorten the sequences",
-        )
+    if breach := window_breach(config.model.model_config, max(config.stage_sequence_lengths)):
+        yield "model.model_config.sliding_window_size", f"{breach}; leave it out, or shorten the sequences"
+
+
+def window_breach(model: ModelConfig, longest: int) -> str:
+    """Say what is wrong when the model's sliding window would cut attention in a sequence; empty when it would not.
+
+    Whoever runs a model over a sequence asks this, for windows are not applied anywhere.
+    """
+    window = model.sliding_window_size
+    if window is None or longest <= window:
+        return ""
+    return f"{window} is shorter than the longest sequence, {longest}, and attention always sees the whole sequence"
 
 
 @rule("model.model_config.rope_scaling")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open_weights
 from nanotron.convert.tokenizer import copy_tokenizer
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
 from nanotron.models.hf_config import model_config_from_hf
 from nanotron.models.specs import llama_specs
 from nanotron.parallel.params import Box, ParamSpec
@@ -30,19 +32,31 @@ from nanotron.parallel.params import Box, ParamSpec
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig
 
+logger = get_logger(__name__)
+
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def import_weights(source: str, target: str, *, step: int = 0, max_shard_bytes: int = 5 << 30) -> str:
+def import_weights(
+    source: str,
+    target: str,
+    *,
+    step: int = 0,
+    max_shard_bytes: int = 5 << 30,
+    tell: Callable[[str], None] = logger.info,
+) -> str:
     """Write the weights of ``source`` as step ``step`` of the checkpoints folder ``target``; returns the checkpoint.
 
-    Tensors keep their dtype, rounding nothing. Training continues from it with model.init_method.path.
+    Tensors keep their dtype, rounding nothing; ``tell`` is called with what the folder holds that is not imported.
+    Training continues from the checkpoint with model.init_method.path.
     """
     found = kind_of(source)
     if found.kind == OURS:
         raise ConfigError(f"{source} is a checkpoint of ours already; nothing needs importing")
     config = read_model_config(found.path)
     tensors = open_weights(found.path, config)
+    for line in tensors.ignored:
+        tell(line)
     folder = new_folder(target).join(str(step))
     folder.make()
     planned = [_plan(spec, tensors) for spec in llama_specs(config).values()]
@@ -112,7 +126,10 @@ def read_model_config(path: str) -> ModelConfig:
         values = model_config_from_hf(values)
     elif kind == EXISTING:
         values = _known_keys(values)
-    return parse_model_config(values, f"{path}/{file}")
+    config = parse_model_config(values, f"{path}/{file}")
+    if config.vocab_size is None:  # only a run's data could tell it
+        raise ConfigError(f"{path}/{file}: vocab_size: missing")
+    return config
 
 
 def parse_model_config(values: dict[str, Any], where: str) -> ModelConfig:
@@ -136,11 +153,12 @@ def parse_model_config(values: dict[str, Any], where: str) -> ModelConfig:
 
 def starter_config(model: ModelConfig, name: str, dtype: str) -> Config:
     """A config that trains the imported model on, all else at its defaults."""
-    length = model.max_position_embeddings or 2048
+    limits = (model.max_position_embeddings, model.sliding_window_size)
+    length = min([2048, *(limit for limit in limits if limit is not None)])
     return Config(
         general=GeneralArgs(project=name or "imported"),
         model=ModelArgs(model_config=model, dtype=str(DTYPES[dtype]).removeprefix("torch.")),  # type: ignore[arg-type]
-        tokens=TokensArgs(sequence_length=min(length, 2048), micro_batch_size=1, batch_accumulation_per_replica=1),
+        tokens=TokensArgs(sequence_length=length, micro_batch_size=1, batch_accumulation_per_replica=1),
         optimizer=OptimizerArgs(learning_rate_scheduler=LRSchedulerArgs(learning_rate=1e-5)),
     )
 

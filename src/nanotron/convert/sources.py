@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nanotron.checkpoint.format import INDEX, Damaged, Entry, Piece
-from nanotron.checkpoint.read import DTYPES, CheckpointTensors, Tensors, fill, read_box, shorten
+from nanotron.checkpoint.read import DTYPES, CheckpointTensors, fill, read_box, shorten
 from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.storage import Folder, open_folder, read_header, read_text
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
 from nanotron.models.hf_tensors import Part, existing_nanotron_parts, hugging_face_parts
 from nanotron.models.specs import llama_specs
 from nanotron.parallel.params import Box, intersect
@@ -29,22 +30,27 @@ from nanotron.parallel.params import Box, intersect
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig
 
+logger = get_logger(__name__)
+
 OURS, EXISTING, HUGGING_FACE = "checkpoint", "existing Nanotron", "Hugging Face"
 
 
 def load_weights(path: str, pieces: Iterable[Piece], config: ModelConfig) -> None:
     """Fill weight and master pieces from any folder of weights; raises ConfigError for a model that does not fit."""
     try:
-        fill(open_weights(path, config), pieces)
+        tensors = open_weights(path, config)
+        for line in tensors.ignored:
+            logger.info(line)
+        fill(tensors, pieces)
     except Damaged as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def open_weights(path: str, config: ModelConfig) -> Tensors:
-    """The weights of a folder, by our names, for a model of this shape."""
+def open_weights(path: str, config: ModelConfig) -> CheckpointWeights | ForeignTensors:
+    """The weights of a folder, by our names, for a model of this shape; raises ConfigError for another model's."""
     found = kind_of(path)
     if found.kind == OURS:
-        return CheckpointTensors(open_folder(found.path))
+        return CheckpointWeights(open_folder(found.path), config)
     folder, specs = open_folder(found.path), llama_specs(config)
     if found.kind == HUGGING_FACE:
         return ForeignTensors(folder, hugging_face_files(folder), hugging_face_parts(config, specs), config)
@@ -92,11 +98,34 @@ class ForeignBox:
 Files = dict[str, list[ForeignBox]]
 
 
+class CheckpointWeights(CheckpointTensors):
+    """One of our checkpoints as a source of weights; raises ConfigError when it holds some that the model has not."""
+
+    def __init__(self, folder: Folder, config: ModelConfig) -> None:
+        super().__init__(folder)
+        self.ignored: list[str] = []
+        held = {name.removeprefix("weight/") for name in self.index.tensors if name.startswith("weight/")}
+        refuse_unknown(folder, held - llama_specs(config).keys())
+
+
+NOT_COMPUTED = re.compile(r"(?!model\.)|.*\.rotary_emb\.inv_freq$")
+"""Other programs' tensors that change nothing: heads for other tasks (or a tied one's copy), and stored frequencies."""
+
+
+def refuse_unknown(folder: Folder, names: Iterable[str]) -> None:
+    """Raise ConfigError for weights that a model of the config does not have: without them it would be another."""
+    lines = shorten([f"{name} is no tensor of the model that the config describes" for name in sorted(names)])
+    if lines:
+        lines[-1] += "; describe the model that the folder holds, or take the tensor out"
+        raise ConfigError([f"{folder.path}: {line}" for line in lines])
+
+
 class ForeignTensors:
     """Another program's tensors under our names.
 
     ``files`` says where the boxes of each foreign tensor are stored, ``parts`` what each of our parameters is made of.
-    Raises ConfigError when the tensors are not those of a model of this config.
+    ``ignored`` names the tensors that are not read. Raises ConfigError when the tensors are not those of a model of the
+    config.
     """
 
     def __init__(self, folder: Folder, files: Files, parts: Mapping[str, list[Part]], config: ModelConfig) -> None:
@@ -104,6 +133,10 @@ class ForeignTensors:
         self._shapes = {name: spec.shape for name, spec in llama_specs(config).items()}
         self._head_dim = config.head_dim
         self._check()
+        unused = files.keys() - {part.tensor for of_one in parts.values() for part in of_one}
+        ignored = sorted(name for name in unused if NOT_COMPUTED.match(name))
+        refuse_unknown(folder, unused - set(ignored))
+        self.ignored = [f"{folder.path}: not used: {', '.join(shorten(ignored))}"] if ignored else []
 
     def shape(self, kind: str, name: str) -> tuple[int, ...] | None:
         return self._shapes.get(name) if kind == "weight" else None

@@ -8,12 +8,13 @@ import os
 import sys
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 
+from nanotron.config.rules import window_breach
 from nanotron.errors import ConfigError
 from nanotron.generate.decode import Decoder
 from nanotron.generate.model import load_model
@@ -177,7 +178,9 @@ def _prepare(request: Request, world: int) -> _Prepared:
             f"tp={tp} · pp={pp} makes {tp * pp} ranks, but {world} were started; start {tp * pp}, "
             "or give other --tp and --pp"
         )
-    return _Prepared(replace(source, config=config), prompts, [source.encode(prompt) for prompt in prompts])
+    prepared = _Prepared(replace(source, config=config), prompts, [source.encode(prompt) for prompt in prompts])
+    _refuse_beyond_window(request, prepared)
+    return prepared
 
 
 def _run(request: Request, place: Place, peers: Peers) -> None:
@@ -194,7 +197,8 @@ def _run(request: Request, place: Place, peers: Peers) -> None:
     if place.world > 1:
         mesh.create_groups(timeout=TIMEOUT)
     if place.rank == 0:
-        _warn_of_length(request, prepared)
+        for note in (*source.notes, *_notes_on_length(request, prepared)):
+            print(f"note: {note}", file=sys.stderr)
     model = load_model(source.path, config, mesh, device)
     decoder = Decoder(model, mesh, device, source.end)
     show = as_json if request.json else as_text
@@ -208,12 +212,21 @@ def _run(request: Request, place: Place, peers: Peers) -> None:
             deque(steps, maxlen=0)
 
 
-def _warn_of_length(request: Request, prepared: _Prepared) -> None:
+def _refuse_beyond_window(request: Request, prepared: _Prepared) -> None:
+    model, prompt = prepared.source.config.model.model_config, max(map(len, prepared.ids))
+    longest = prompt + request.max_new_tokens - 1  # the last token made is not looked at again
+    if breach := window_breach(model, longest):
+        assert model.sliding_window_size is not None
+        most = model.sliding_window_size - prompt + 1
+        fix = f"use --max-new-tokens {most} or less" if most > 0 else "shorten the prompt"
+        raise ConfigError(f"model.model_config.sliding_window_size: {breach}; {fix}")
+
+
+def _notes_on_length(request: Request, prepared: _Prepared) -> Iterator[str]:
     longest = max(map(len, prepared.ids)) + request.max_new_tokens
     limit = prepared.source.config.model.model_config.max_position_embeddings
     if limit is not None and longest > limit:
-        print(
-            f"note: {longest} tokens with --max-new-tokens {request.max_new_tokens} go past the {limit} that the model "
-            "is meant for; what comes after them is likely to be worse",
-            file=sys.stderr,
+        yield (
+            f"{longest} tokens with --max-new-tokens {request.max_new_tokens} go past the {limit} that the model is "
+            "meant for; what comes after them is likely to be worse"
         )

@@ -36,6 +36,8 @@ class Source:
     tokenizer: Tokenizer
     end: int | None
     """The token that ends a text: the tokenizer's own, else the model's; None: no text ends."""
+    notes: tuple[str, ...] = ()
+    """What the folder holds that is not used."""
 
     def encode(self, prompt: str) -> list[int]:
         """The ids of a prompt; raises ConfigError for one that the model cannot go on from."""
@@ -54,9 +56,10 @@ def open_source(path: str) -> Source:
     Raises ConfigError when it holds no weights that can be read, or when no tokenizer is found for them.
     """
     found = kind_of(path.rstrip("/"))
-    config = _config(found)
+    config, notes = _config(found)
     tokenizer, end = _tokenizer(found.path, config)
-    return Source(found.path, config, tokenizer, config.model.model_config.eos_token_id if end is None else end)
+    end = config.model.model_config.eos_token_id if end is None else end
+    return Source(found.path, config, tokenizer, end, tuple(notes))
 
 
 def laid_out(config: Config, *, tp: int, pp: int) -> Config:
@@ -70,17 +73,17 @@ def laid_out(config: Config, *, tp: int, pp: int) -> Config:
     return other
 
 
-def _config(found: Found) -> Config:
-    """The config of the run that wrote a checkpoint; for a model from elsewhere, one that has its shape."""
+def _config(found: Found) -> tuple[Config, list[str]]:
+    """The config of the run that wrote a checkpoint; for a model from elsewhere, one that has its shape, and notes."""
     if found.kind == OURS:
         try:
             text = read_text(open_folder(found.path), "config.yaml")
         except FileNotFoundError:
             raise ConfigError(f"{found.path}/config.yaml is missing; copy it from the run directory") from None
-        return read_document(f"{found.path}/config.yaml", parse(text)).value()
+        return read_document(f"{found.path}/config.yaml", parse(text)).value(), []
     model = read_model_config(found.path)
-    dtype = open_weights(found.path, model).dtype("weight", FINAL_NORM)
-    return starter_config(model, "generate", DTYPE_NAMES[dtype])
+    weights = open_weights(found.path, model)
+    return starter_config(model, "generate", DTYPE_NAMES[weights.dtype("weight", FINAL_NORM)]), weights.ignored
 
 
 def _tokenizer(path: str, config: Config) -> tuple[Tokenizer, int | None]:

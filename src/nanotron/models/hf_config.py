@@ -31,12 +31,14 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-DEFAULTS = {  # what a config.json may leave out, where it is not our default too
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
+DEFAULTS = {  # what a config.json may leave out, where it is not our default too; null is no default, but null
     "llama": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048},
     "mistral": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32},
-    "qwen3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
+    "qwen2": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32, **_QWEN},
+    "qwen3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128, **_QWEN},
 }
+SLIDING = "sliding_attention"
 BIASES = {"llama": (False, True), "mistral": (False,), "qwen2": (True,), "qwen3": (False, True)}
 """The values of attention_bias that each family's Hugging Face model can have."""
 
@@ -47,31 +49,45 @@ def model_config_from_hf(theirs: Mapping[str, Any]) -> dict[str, Any]:
     if family not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"config.json: model_type={family!r} is no family that can be imported; those are {known}")
-    values = {**DEFAULTS[family], **{key: value for key, value in theirs.items() if value is not None}}
-    problems = [] if values.get("hidden_act", "silu") == "silu" else [f"hidden_act={values['hidden_act']!r}"]
+    values = {**DEFAULTS[family], **theirs}
+    problems = [] if values.get("hidden_act") in (None, "silu") else [f"hidden_act={values['hidden_act']!r}"]
     problems += ["mlp_bias=true"] if values.get("mlp_bias") else []
-    if family == "qwen2" and "sliding_attention" in values.get("layer_types", ()):
-        problems.append("layer_types: sliding_attention")
     rope, unknown = _rope_from_hf(values)
-    problems += unknown
+    window, partial = _window_from_hf(family, values)
+    problems += [*unknown, *partial]
     if problems:
         raise ConfigError([f"config.json: {problem} is not available here" for problem in problems])
-    ours = {f"is_{family}_config": True, **{key: values[key] for key in SAME if key in values}, **rope}
+    same = {key: values[key] for key in SAME if values.get(key) is not None}
+    ours = {f"is_{family}_config": True, **same, **rope, "sliding_window_size": window}
     if len(BIASES[family]) > 1:
         ours["attention_bias"] = bool(values.get("attention_bias", False))
     end = values.get("eos_token_id")
     ours["eos_token_id"] = end[0] if isinstance(end, list) else end
     ours.setdefault("bos_token_id", None)
-    if values.get("sliding_window") and (family == "mistral" or values.get("use_sliding_window")):
-        ours["sliding_window_size"] = values["sliding_window"]
     return ours
+
+
+def _window_from_hf(family: str, values: Mapping[str, Any]) -> tuple[int | None, list[str]]:
+    """The window that all layers have, None for none; and what is wrong where only some have one.
+
+    Mistral's layers all have it, Qwen's from ``max_window_layers`` on, or those that ``layer_types`` names.
+    """
+    used = family == "mistral" or (family != "llama" and values.get("use_sliding_window"))
+    window = values.get("sliding_window") if used else None
+    layers = range(values.get("num_hidden_layers") or 0)
+    first = 0 if family == "mistral" else values.get("max_window_layers") or 0
+    kinds = values.get("layer_types") or [SLIDING if window and layer >= first else "" for layer in layers]
+    sliding = kinds.count(SLIDING)
+    if sliding and (window is None or sliding < len(layers)):
+        return None, [f"a sliding window ({window}) in {sliding} of {len(layers)} layers"]
+    return (window if sliding else None), []
 
 
 def _rope_from_hf(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Our rotary keys, from the newer ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
     scaling = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    ours: dict[str, Any] = {"rope_theta": scaling.pop("rope_theta", values.get("rope_theta", 10000.0))}
+    ours: dict[str, Any] = {"rope_theta": scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0}
     if kind == "default":
         return ours, []
     if kind not in {"linear", "llama3"}:
@@ -95,14 +111,20 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     theirs["rope_scaling"] = _rope_scaling(config.rope_scaling)
     if len(BIASES[family]) > 1:
         theirs["attention_bias"] = config.qkv_bias
+    return theirs | _window_to_hf(family, config.sliding_window_size)
+
+
+def _window_to_hf(family: str, window: int | None) -> dict[str, Any]:
     if family == "mistral":
-        theirs["sliding_window"] = config.sliding_window_size
-    elif config.sliding_window_size is not None:
+        return {"sliding_window": window}  # null too: left out, it would be 4096
+    if window is None:
+        return {}
+    if family == "llama":
         raise ConfigError(
-            f"model_config.sliding_window_size={config.sliding_window_size} cannot be exported as {family}: its layers "
-            "here have no window; leave it out"
+            f"model_config.sliding_window_size={window} cannot be exported: Hugging Face's llama has no window; "
+            "leave it out"
         )
-    return theirs
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
 
 
 def _rope_scaling(scaling: RopeScalingArgs | None) -> dict[str, Any] | None:
