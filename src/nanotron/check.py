@@ -222,14 +222,14 @@ def _compiler_is_installed(config: Config) -> Findings:
         )
 
 
-@_file_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path")
+@_file_probe("checkpoints.checkpoints_path", "checkpoints.resume_checkpoint_path", "s3_upload")
 def _checkpoint_can_be_resumed(config: Config) -> Findings:
-    path, resume = config.checkpoints.checkpoints_path, config.checkpoints.resume_checkpoint_path
+    resume, (path, copy) = config.checkpoints.resume_checkpoint_path, config.checkpoint_places
     if os.path.isfile(path):
         yield "checkpoints.checkpoints_path", f"{path} is a file; name a folder"
-    elif "://" not in f"{path}{resume}":  # a remote one is looked at when the run starts
+    elif "://" not in f"{path}{copy}{resume}":  # remote ones are looked at when the run starts
         try:
-            find_resume(path, resume)
+            find_resume(path, resume, copy=copy)
         except ConfigError as error:
             yield _blame(str(error), "checkpoints.resume_checkpoint_path")
 

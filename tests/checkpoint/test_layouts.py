@@ -171,7 +171,8 @@ def test_all_that_a_checkpoint_lacks_is_named_at_once(tmp_path: Path) -> None:
         load(checkpoint, wanted)
     assert caught.value.problems == [
         "the checkpoint does not fit this run: it has no exp_avg, being another optimizer's or imported; continue with"
-        " that optimizer, or with checkpoints.load_optimizer: false",
+        " that optimizer, or start with checkpoints.load_optimizer: false from there, in another"
+        " checkpoints.checkpoints_path",
         "the checkpoint does not fit this run: w has shape [5, 3] there, and [4, 3] in this run",
     ]
 

@@ -139,7 +139,7 @@ def test_a_bucket_that_is_not_there_is_an_error_of_the_save_and_of_the_resume(bu
     assert not saver.wait()
     assert "step 1 failed" in saver.poll()[0]
     with pytest.raises(ConfigError, match="no such folder"):
-        find_resume(missing, missing)
+        find_resume(f"{missing}-new", missing)
 
 
 def test_only_what_a_rank_needs_is_fetched(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,55 @@ def test_a_path_names_a_step_or_a_folder_of_steps(tmp_path: Path) -> None:
         assert found.step == step
 
 
+@pytest.mark.parametrize("place", ["run", "copy"])
+def test_a_step_of_the_runs_own_comes_before_any_path(tmp_path: Path, place: str) -> None:
+    run, copy, old = (str(tmp_path / name) for name in ("run", "copy", "old"))
+    save_steps(tmp_path / "old", 7)
+    half = tmp_path / place / "9" / "shard-00000-of-00001.safetensors.tmp"
+    half.parent.mkdir(parents=True)
+    half.touch()
+    found = find_resume(run, old, copy=copy)
+    assert found is not None
+    assert (found.step, found.own) == (7, False)
+    assert any(f"ignoring {tmp_path}/{place}/9" in line for line in found.notices)
+    save_steps(tmp_path / place, 2)
+    for wish in (old, f"{old}/7", "gone", f"{run}/2", None):
+        found = find_resume(run, wish, copy=copy)
+        assert found is not None
+        assert (found.checkpoint, found.own) == (f"{tmp_path}/{place}/2", True)
+    with pytest.raises(ConfigError, match=f"never, but {tmp_path}/{place} holds checkpoints"):
+        find_resume(run, "never", copy=copy)
+
+
+def test_the_path_of_the_runs_own_folder_is_auto_unless_a_model_lies_there(tmp_path: Path) -> None:
+    assert find_resume(str(tmp_path), f"{tmp_path}/") is None
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="a Hugging Face model"):
+        find_resume(str(tmp_path), f"{tmp_path}/")
+    save_steps(tmp_path, 1)
+    found = find_resume(str(tmp_path), f"{tmp_path}/")
+    assert found is not None
+    assert found.step == 1
+
+
+def test_damaged_steps_of_the_runs_own_lead_to_older_ones_and_to_the_copies_but_not_to_the_path(tmp_path: Path) -> None:
+    run, copy, old = (tmp_path / name for name in ("run", "copy", "old"))
+    save_steps(old, 7)
+    save_steps(run, 1, 2)
+    save_steps(copy, 2)
+    for folder, step, left in ((run, 2, f"{run}/1"), (run, 1, f"{copy}/2"), (copy, 2, None)):
+        flip(shard(folder, step), -1)
+        if left is not None:
+            found = agree_resume(str(run), str(old), copy=str(copy))
+            assert found is not None
+            assert found.checkpoint == left
+            assert f"step {step} is damaged: looking for the one before it" in found.notices
+    with pytest.raises(ConfigError) as caught:
+        agree_resume(str(run), str(old), copy=str(copy))
+    assert sum("its checksum differs" in line or "the checksum of" in line for line in caught.value.problems) == 3
+    assert caught.value.problems[-1] == f"no complete, undamaged checkpoint is left in {run} or {copy}"
+
+
 @pytest.mark.parametrize(
     ("file", "message"),
     [
@@ -94,7 +143,7 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_what_it_is(
         (tmp_path / file).write_text("{}")
     path = tmp_path if file else tmp_path / "absent"
     with pytest.raises(ConfigError, match=f"checkpoints.resume_checkpoint_path={path}: .*{message}"):
-        find_resume(str(tmp_path), str(path))
+        find_resume(str(tmp_path / "run"), str(path))
 
 
 def test_a_half_written_step_is_ignored_with_a_line_that_says_so(tmp_path: Path) -> None:
@@ -108,7 +157,7 @@ def test_a_half_written_step_is_ignored_with_a_line_that_says_so(tmp_path: Path)
     assert f"{tmp_path}/3: index.json does not parse" in found.notices[0]
     assert found.notices[1] == f"ignoring {tmp_path}/2: it has no index.json, so its save was never completed"
     with pytest.raises(ConfigError, match=f"never completed; the newest complete one is {tmp_path}/1"):
-        find_resume(str(tmp_path), str(tmp_path / "2"))
+        find_resume(str(tmp_path / "new"), str(tmp_path / "2"))
 
 
 def test_latest_txt_is_only_advice(tmp_path: Path) -> None:
@@ -257,7 +306,7 @@ def test_all_ranks_hear_of_the_damage_that_one_found(pool, tmp_path: Path) -> No
     answers = pool.run(2, agree, str(tmp_path), None)
     assert answers[0] == answers[1]
     assert answers[0][0] == 1
-    refusals = pool.run(2, agree, str(tmp_path), str(tmp_path / "2"))
+    refusals = pool.run(2, agree, str(tmp_path / "new"), str(tmp_path / "2"))
     assert refusals[0] == refusals[1]
     assert "state.json is damaged" in refusals[0][0]
 

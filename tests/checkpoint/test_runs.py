@@ -19,6 +19,7 @@ from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.storage import LocalFolder
 from nanotron.checkpoint.write import Saver
 from nanotron.config import get_config_from_dict
+from nanotron.convert.importing import import_weights
 from nanotron.data.tokenize.prepare import prepare_data
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
@@ -164,12 +165,12 @@ def test_a_run_starts_from_a_hugging_face_model(pool, tmp_path: Path, layout) ->
 
 
 def test_without_load_optimizer_the_weights_stay_and_the_moments_start_afresh(pool, tmp_path: Path) -> None:
-    assert pool.run(1, run, values_of(tmp_path, model__dtype="bfloat16", tokens__train_steps=4)) == [codes.DONE]
-    values = values_of(tmp_path, model__dtype="bfloat16", checkpoints__checkpoint_interval=5)
-    values["checkpoints"]["load_optimizer"] = False
-    values["tokens"]["train_steps"] = 5
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert pool.run(1, run, values_of(old, model__dtype="bfloat16", tokens__train_steps=4)) == [codes.DONE]
+    values = values_of(new, model__dtype="bfloat16", checkpoints__checkpoint_interval=5, tokens__train_steps=5)
+    values["checkpoints"] |= {"resume_checkpoint_path": str(old), "load_optimizer": False}
     assert pool.run(1, run, values) == [codes.DONE]
-    first, second = tensors_of(tmp_path / "4"), tensors_of(tmp_path / "5")
+    first, second = tensors_of(old / "4"), tensors_of(new / "5")
     assert hold_one_gradient(second)
     assert not hold_one_gradient(first)
     moved = np.abs(second["master/head.weight"] - first["master/head.weight"])
@@ -188,6 +189,41 @@ def test_without_load_lr_scheduler_the_run_begins_at_its_first_step(pool, tmp_pa
     values["checkpoints"] |= {"resume_checkpoint_path": str(tmp_path / "old"), "load_lr_scheduler": False}
     assert pool.run(1, run, values) == [codes.DONE]
     assert [line["step"] for line in metrics_of(tmp_path / "new")] == [1, 2]
+
+
+@pytest.mark.parametrize("flag", ["load_optimizer", "load_lr_scheduler"])
+def test_what_a_run_started_with_counts_once_and_the_same_command_goes_on(
+    tmp_path: Path, flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = tmp_path / "old"
+    assert run(0, 1, values_of(old, tokens__train_steps=4)) == codes.DONE
+    straight, stopped = (values_of(tmp_path / name) for name in ("straight", "stopped"))
+    for values in (straight, stopped):
+        values["checkpoints"] |= {"resume_checkpoint_path": str(old), "checkpoint_interval": 100, flag: False}
+    assert run_in(0, 1, str(tmp_path), straight) == codes.DONE
+    assert not any("first start" in line for line in caplog.messages)
+    assert run_in(0, 1, str(tmp_path), stopped, 6) == codes.PREEMPTED
+    old.rename(tmp_path / "gone")
+    assert run_in(0, 1, str(tmp_path), stopped) == codes.DONE
+    assert different(tmp_path / "stopped" / "8", tmp_path / "straight" / "8") == []
+    assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "straight")
+    (line,) = (line for line in caplog.messages if "first start" in line)
+    key = "checkpoints.resume_checkpoint_path"
+    assert line.startswith(
+        f"{key}={old}, checkpoints.{flag}=false: for the first start only; this run goes on from its"
+    )
+    assert "own step 6" in line
+
+
+def test_a_run_in_the_folder_of_an_imported_model_starts_from_its_weights_and_then_goes_on(tmp_path: Path) -> None:
+    save_hugging_face("llama", tmp_path / "hf")
+    import_weights(str(tmp_path / "hf"), str(tmp_path / "run"))
+    values = values_of(tmp_path / "run", tokens__train_steps=2, checkpoints__load_optimizer=False)
+    values["model"]["model_config"] |= {"num_hidden_layers": 3}
+    assert run_in(0, 1, str(tmp_path), values, 1) == codes.PREEMPTED
+    assert run_in(0, 1, str(tmp_path), values) == codes.DONE
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2]
+    assert not hold_one_gradient(tensors_of(tmp_path / "run" / "2"))
 
 
 def run_with_a_full_disk(rank: int, world: int, values: dict[str, Any]) -> int:
@@ -248,7 +284,9 @@ def test_another_optimizers_checkpoint_is_refused_in_a_line_per_kind_that_names_
         run(0, 1, values_of(tmp_path))
     assert [line.split(",")[0].rsplit(" ", 1)[-1] for line in caught.value.problems] == ["exp_avg", "exp_avg_sq"]
     assert all("checkpoints.load_optimizer: false" in line for line in caught.value.problems)
-    assert run(0, 1, values_of(tmp_path, checkpoints__load_optimizer=False)) == codes.DONE
+    anew = values_of(tmp_path / "new", checkpoints__resume_checkpoint_path=str(tmp_path))
+    anew["checkpoints"]["load_optimizer"] = False
+    assert run(0, 1, anew) == codes.DONE
 
 
 def count_saves(rank: int, world: int, values: dict[str, Any]) -> list[int]:

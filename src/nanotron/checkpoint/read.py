@@ -85,8 +85,8 @@ def _missing(piece: Piece) -> str:
     if piece.kind in {"weight", "master"}:
         return f"it has no {piece.kind} of {piece.name}"
     return (
-        f"it has no {piece.kind}, being another optimizer's or imported; continue with that optimizer, or with"
-        " checkpoints.load_optimizer: false"
+        f"it has no {piece.kind}, being another optimizer's or imported; continue with that optimizer, or start with"
+        " checkpoints.load_optimizer: false from there, in another checkpoints.checkpoints_path"
     )
 
 

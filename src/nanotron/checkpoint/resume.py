@@ -1,15 +1,20 @@
 """Which checkpoint a run continues from. No torch.
 
+A run's own steps come first: those in checkpoints_path, or else in the folder that gets copies of them. Without any,
+
 ``resume_checkpoint_path``    what happens
-    omitted, null, auto       the newest complete step of checkpoints_path; none: a fresh start
-    never                     a fresh start; refused while checkpoints_path holds steps
+    omitted, null, auto       a fresh start
+    never                     a fresh start; while there are own steps it is refused
     a path or URL             that step, or the newest complete step of that folder
+
+So a path counts for the first start only, and the same command goes on from what it saved itself.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -32,17 +37,21 @@ OTHER_FORMATS = {
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint to continue from; ``notices`` are lines the user should read."""
+    """A checkpoint to continue from: a step of the run's ``own``, or one of ``resume_checkpoint_path``.
+
+    ``notices`` are lines the user should read.
+    """
 
     checkpoint: str
     step: int
     notices: tuple[str, ...] = ()
+    own: bool = True
 
 
 def newest_complete(checkpoints_path: str, before: int | None = None) -> str | None:
     """The folder of the newest complete step (below ``before``), or None. Only its index is parsed."""
-    found, _ = _newest(open_folder(checkpoints_path), before)
-    return found.path if found else None
+    found, _ = _newest([open_folder(checkpoints_path)], before=before)
+    return found.checkpoint if found else None
 
 
 def read_state(checkpoint: str) -> dict[str, Any]:
@@ -54,26 +63,40 @@ def read_state(checkpoint: str) -> dict[str, Any]:
     return state
 
 
-def find_resume(checkpoints_path: str, resume_checkpoint_path: str | None, before: int | None = None) -> Resume | None:
+def find_resume(
+    checkpoints_path: str,
+    resume_checkpoint_path: str | None,
+    *,
+    copy: str | None = None,
+    damaged: Collection[str] = (),
+) -> Resume | None:
     """The checkpoint that a run with these two keys continues from; None is a fresh start.
 
-    Raises ConfigError when the rules refuse, or a path leads to no complete checkpoint.
+    ``copy`` is the folder that gets copies of the run's steps; checkpoints in ``damaged`` are passed over. Raises
+    ConfigError when the rules refuse, a path leads to no complete checkpoint, or every own step is damaged.
     """
-    text = str(resume_checkpoint_path or "auto")
+    wish = str(resume_checkpoint_path or "auto")
     try:
-        if text.lower() == "never":
-            _refuse_steps(open_folder(checkpoints_path))
+        own = [open_folder(place) for place in (checkpoints_path, copy) if place is not None]
+        if wish.lower() == "never":
+            _refuse_steps(own)
             return None
-        if text.lower() not in AUTO:
-            return _from_path(open_folder(text), before)
-        folder = open_folder(checkpoints_path)
-        found, notices = _newest(folder, before)
-        if found is None and before is None and complete_steps(folder):  # they were complete once: no fresh start
-            raise ConfigError([*notices, f"no complete, undamaged checkpoint is left in {checkpoints_path}"])
-        return Resume(found.path, read_index(found).step, notices) if found else None
+        found, notices = _newest(own, damaged=damaged)
+        if found:
+            return replace(found, notices=notices)
+        places = [folder.path for folder in own]
+        if damaged or any(complete_steps(folder) for folder in own):  # they were complete once: no fresh start
+            raise ConfigError([*notices, f"no complete, undamaged checkpoint is left in {' or '.join(places)}"])
+        if wish.lower() in AUTO:
+            return None
+        other = open_folder(wish)
+        if other.path in places and not OTHER_FORMATS.keys() & set(other.names()):  # nothing of its own yet
+            return None
+        found = _from_path(other)
+        return replace(found, notices=notices + found.notices, own=False)
     except OSError as error:
         raise ConfigError(
-            f"{KEY}={text}: cannot read {error.filename or checkpoints_path} ({error.strerror})"
+            f"{KEY}={wish}: cannot read {error.filename or checkpoints_path} ({error.strerror})"
         ) from error
 
 
@@ -84,50 +107,47 @@ def agree_resume(
     world: int = 1,
     store: Store | None = None,
     *,
+    copy: str | None = None,
     verify: bool = True,
     timeout_s: float = 600.0,
 ) -> Resume | None:
     """``find_resume`` for all ranks: rank 0 looks, the files are verified by all, every rank gets the same answer.
 
-    A damaged checkpoint is named. ``auto`` then takes the one before it and says so; a path is refused, with the one
-    before it as the offer. Raises the same ConfigError on every rank.
+    A damaged checkpoint is named. Of the run's own steps the one before it is then taken, and a line says so; a path
+    is refused, with the one before it as the offer. Raises the same ConfigError on every rank.
     """
     agreement = Agreement("checkpoint/resume", rank, world, store, timeout_s=timeout_s)
-    automatic = str(resume_checkpoint_path or "auto").lower() in AUTO
-    before: int | None = None
-    notices: tuple[str, ...] = ()
-    while True:
-        where = "first" if before is None else str(before)
-        found = _agree_on_candidate(agreement, where, checkpoints_path, resume_checkpoint_path, before)
-        if found is None:
-            if notices:
-                raise ConfigError([*notices, f"no complete, undamaged checkpoint is left in {checkpoints_path}"])
-            return None
-        found = replace(found, notices=notices + found.notices)
-        damage = _agree_on_damage(agreement, where, found.checkpoint, rank, world) if verify else []
-        if not damage:
-            return found
-        if not automatic:
-            raise ConfigError([*damage, _offer(found)])
-        notices = (*found.notices, *damage, f"step {found.step} is damaged: looking for the one before it")
-        before = found.step
+    damaged: list[str] = []
+    notices: list[str] = []
 
-
-def _agree_on_candidate(agreement: Agreement, where: str, *arguments: Any) -> Resume | None:
     def look(_: list[Any]) -> dict[str, Any]:
         try:
-            found = find_resume(*arguments)
+            found = find_resume(checkpoints_path, resume_checkpoint_path, copy=copy, damaged=damaged)
         except ConfigError as error:
             return {"problems": error.problems}
-        return {"found": [found.checkpoint, found.step, found.notices] if found else None}
+        return {"found": found and [found.checkpoint, found.step, found.notices, found.own]}
 
-    answer = agreement.decide(f"{where}/candidate", None, look, doing=f"looking for a checkpoint in {arguments[0]}")
-    if "problems" in answer:
-        raise ConfigError(answer["problems"])
-    if answer["found"] is None:
-        return None
-    checkpoint, step, notices = answer["found"]
-    return Resume(checkpoint, step, tuple(notices))
+    while True:
+        where = str(len(damaged))
+        doing = f"looking for a checkpoint in {checkpoints_path}"
+        answer = agreement.decide(f"{where}/candidate", None, look, doing=doing)
+        if "problems" in answer:
+            raise ConfigError(_once([*notices, *answer["problems"]]))
+        if answer["found"] is None:
+            return None
+        checkpoint, step, lines, own = answer["found"]
+        notices = _once([*notices, *lines])
+        damage = _agree_on_damage(agreement, where, checkpoint, rank, world) if verify else []
+        if not damage:
+            return Resume(checkpoint, step, tuple(notices), own)
+        if not own:
+            raise ConfigError([*damage, _offer(checkpoint, step)])
+        notices += [*damage, f"step {step} is damaged: looking for the one before it"]
+        damaged.append(checkpoint)
+
+
+def _once(lines: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(lines))
 
 
 def _agree_on_damage(agreement: Agreement, where: str, checkpoint: str, rank: int, world: int) -> list[str]:
@@ -143,51 +163,53 @@ def _agree_on_damage(agreement: Agreement, where: str, checkpoint: str, rank: in
     return damage
 
 
-def _offer(damaged: Resume) -> str:
-    parent, _, name = damaged.checkpoint.rpartition("/")
-    earlier = newest_complete(parent, before=damaged.step) if name.isdigit() else None
+def _offer(damaged: str, step: int) -> str:
+    parent, _, name = damaged.rpartition("/")
+    earlier = newest_complete(parent, before=step) if name.isdigit() else None
     advice = (
         f"the complete checkpoint before it is {earlier}" if earlier else "there is no complete checkpoint before it"
     )
-    return f"{KEY}={damaged.checkpoint}: the checkpoint is damaged; {advice}"
+    return f"{KEY}={damaged}: the checkpoint is damaged; {advice}"
 
 
-def _newest(folder: Folder, before: int | None) -> tuple[Folder | None, tuple[str, ...]]:
-    """The newest complete step, and a line for each newer one that is none."""
+def _newest(
+    folders: Sequence[Folder], *, before: int | None = None, damaged: Collection[str] = ()
+) -> tuple[Resume | None, tuple[str, ...]]:
+    """The newest complete step of the first folder that has one, and a line for each newer one that is none."""
     notices: list[str] = []
-    for step in reversed(step_names(folder)):
-        if before is not None and step >= before:
-            continue
-        checkpoint = folder.join(str(step))
-        try:
-            read_index(checkpoint)
-        except Damaged as error:
-            notices.append(f"ignoring {checkpoint.path}: {error}")
-            continue
-        return checkpoint, tuple(notices)
+    for folder in folders:
+        for step in reversed(step_names(folder)):
+            checkpoint = folder.join(str(step))
+            if checkpoint.path in damaged or (before is not None and step >= before):
+                continue
+            try:
+                return Resume(checkpoint.path, read_index(checkpoint).step), tuple(notices)
+            except Damaged as error:
+                notices.append(f"ignoring {checkpoint.path}: {error}")
     return None, tuple(notices)
 
 
-def _refuse_steps(folder: Folder) -> None:
-    steps = complete_steps(folder)
-    if steps:
-        some = ", ".join(str(step) for step in steps[-5:])
-        raise ConfigError(
-            f"{KEY}=never, but {folder.path} holds checkpoints (steps … {some}); "
-            f"use {KEY}: auto to continue, another checkpoints.checkpoints_path, or delete them"
-        )
+def _refuse_steps(folders: Sequence[Folder]) -> None:
+    for folder in folders:
+        steps = complete_steps(folder)
+        if steps:
+            some = ", ".join(str(step) for step in steps[-5:])
+            raise ConfigError(
+                f"{KEY}=never, but {folder.path} holds checkpoints (steps … {some}); "
+                f"use {KEY}: auto to continue, another checkpoints.checkpoints_path, or delete them"
+            )
 
 
-def _from_path(folder: Folder, before: int | None) -> Resume:
+def _from_path(folder: Folder) -> Resume:
     names = folder.names()
     if INDEX in names:
         try:
             return Resume(folder.path, read_index(folder).step)
         except Damaged as error:
             raise ConfigError(f"{KEY}={folder.path}: {error}") from error
-    found, notices = _newest(folder, before)
+    found, notices = _newest([folder])
     if found:
-        return Resume(found.path, read_index(found).step, notices)
+        return replace(found, notices=notices)
     raise ConfigError(f"{KEY}={folder.path}: {_why_no_checkpoint(folder, names)}")
 
 

@@ -15,10 +15,13 @@ class CheckpointsArgs:
     save_final_state: bool = key(True, "Also save after the last step.")
     resume_checkpoint_path: str | None = key(
         None,
-        "What to start from: `auto` or null, the newest complete checkpoint if any; `never`, afresh; or a path.",
+        "What the first start takes: `auto` or null, nothing; a path, that step or the newest one there. Once the run"
+        " has a step of its own, it goes on from the newest of those; with `never` that is refused.",
     )
-    load_lr_scheduler: bool = key(True, "On resume, also restore the step and the data position.")
-    load_optimizer: bool = key(True, "On resume, also restore the optimizer's state.")
+    load_lr_scheduler: bool = key(
+        True, "On the first start, from such a path, also restore the step and the data position."
+    )
+    load_optimizer: bool = key(True, "On the first start, from such a path, also restore the optimizer's state.")
     checkpoints_path_is_shared_file_system: bool = key(
         False,
         "Whether every node sees the same checkpoints_path.",

@@ -84,6 +84,14 @@ class Config:
         """Tokens per step, over all replicas."""
         return self.global_batch_size * self.tokens.sequence_length
 
+    @property
+    def checkpoint_places(self) -> tuple[str, str | None]:
+        """The folder of the checkpoints, and that of copies of them: `s3_upload`, which may also replace the first."""
+        path, upload = self.checkpoints.checkpoints_path, self.s3_upload
+        if upload is None:
+            return path, None
+        return (upload.upload_s3_path, None) if upload.remove_after_upload else (path, upload.upload_s3_path)
+
     def to_dict(self, *, resolved: bool = True) -> dict[str, Any]:
         """Return the config as plain mappings, lists and scalars; they load again to an equal config.
 

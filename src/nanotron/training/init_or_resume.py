@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from nanotron.checkpoint.compare import changed_keys, check_model, saved_config
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
-from nanotron.checkpoint.resume import Resume, agree_resume, check_shared, read_state
+from nanotron.checkpoint.resume import AUTO, KEY, Resume, agree_resume, check_shared, read_state
 from nanotron.config import ExistingCheckpointInit
 from nanotron.convert.sources import load_weights
 from nanotron.logging import get_logger
@@ -18,7 +18,7 @@ from nanotron.training.step import Training
 from nanotron.training.topology import parameter_specs
 
 if TYPE_CHECKING:
-    from nanotron.config import Config
+    from nanotron.config import CheckpointsArgs, Config
 
 logger = get_logger(__name__)
 
@@ -40,17 +40,25 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
         _begin(training, config)
         return Start()
     checkpoints = config.checkpoints
-    for line in resume.notices:
+    for line in resume.notices if mesh.rank == 0 else ():
         logger.warning(line)
     plain, shapes = config.to_dict(), {name: spec.shape for name, spec in parameter_specs(config).items()}
     check_model(resume.checkpoint, shapes, plain["model"]["model_config"])
     for line in changed_keys(resume.checkpoint, plain):
         logger.info(f"changed on resume: {line}")
     state = read_state(resume.checkpoint)
-    load(resume.checkpoint, training.pieces() if checkpoints.load_optimizer else _weights(training))
-    if checkpoints.load_optimizer:
+    imported = "imported_from" in state  # weights without a position, even where they lie in the run's own folder
+    going_on = resume.own and not imported
+    if going_on and mesh.rank == 0 and (spent := _spent(checkpoints, resume.checkpoint)):
+        logger.warning(
+            f"{', '.join(spent)}: for the first start only; this run goes on from its own step {resume.step} (to start"
+            " once more with that, name another checkpoints.checkpoints_path)"
+        )
+    load_optimizer = going_on or checkpoints.load_optimizer
+    load(resume.checkpoint, training.pieces() if load_optimizer else _weights(training))
+    if load_optimizer:
         training.optimizer.updates.fill_(state["optimizer_updates"])
-    if not checkpoints.load_lr_scheduler:
+    if imported or not (going_on or checkpoints.load_lr_scheduler):
         logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
         return Start()
     logger.info(f"resuming from {resume.checkpoint}, step {resume.step}")
@@ -58,25 +66,25 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
     return Start(resume.step, state["consumed"], state["streams"], state["data"], made_with)
 
 
-def places(config: Config) -> tuple[str, str | None]:
-    """The folder of the checkpoints, and the one that gets copies of them: ``s3_upload``, which may also replace it."""
-    path, upload = config.checkpoints.checkpoints_path, config.s3_upload
-    if upload is None:
-        return path, None
-    return (upload.upload_s3_path, None) if upload.remove_after_upload else (path, upload.upload_s3_path)
+def _spent(checkpoints: CheckpointsArgs, own: str) -> list[str]:
+    """What the config says of a first start, as key=value: another place than that of the ``own`` step, flags."""
+    values = {name: getattr(checkpoints, name) for name in ("load_optimizer", "load_lr_scheduler")}
+    spent = [f"checkpoints.{name}=false" for name, value in values.items() if not value]
+    wish = checkpoints.resume_checkpoint_path or "auto"
+    if wish.lower() in AUTO or wish.rstrip("/") in (own, own.rpartition("/")[0]):
+        return spent
+    return [f"{KEY}={wish}", *spent]
 
 
 def _resume(config: Config, mesh: Mesh, store: Store | None) -> Resume | None:
-    """The checkpoint to continue from, the same on every rank; copies are looked at when the folder itself has none."""
+    """The checkpoint to continue from, the same on every rank."""
     checkpoints, timeout_s = config.checkpoints, config.general.timeout_s
-    for place in places(config):
+    path, copy = config.checkpoint_places
+    for place in (path, copy):
         if place is not None:
             check_shared(place, mesh.rank, mesh.world, store, timeout_s=timeout_s)
-            wish, verify = checkpoints.resume_checkpoint_path, checkpoints.verify
-            found = agree_resume(place, wish, mesh.rank, mesh.world, store, verify=verify, timeout_s=timeout_s)
-            if found is not None:
-                return found
-    return None
+    wish, verify = checkpoints.resume_checkpoint_path, checkpoints.verify
+    return agree_resume(path, wish, mesh.rank, mesh.world, store, copy=copy, verify=verify, timeout_s=timeout_s)
 
 
 def _begin(training: Training, config: Config) -> None:

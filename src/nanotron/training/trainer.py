@@ -31,7 +31,7 @@ from nanotron.parallel.store import Store
 from nanotron.pipeline.trace import recorder
 from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.evaluate import validation_loss
-from nanotron.training.init_or_resume import Start, load_or_begin, places
+from nanotron.training.init_or_resume import Start, load_or_begin
 from nanotron.training.step import Training
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def train(
     feed = _open_feed(config, mesh, device, start, allow_data_change=allow_data_change)
     metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
     checkpoints = config.checkpoints
-    path, copy_to = places(config)
+    path, copy_to = config.checkpoint_places
     saver = Saver(
         path,
         mesh.rank,
@@ -256,7 +256,7 @@ class Run:
         """Begin a checkpoint of the current step."""
         self.saver.save(self.step, list(self.training.pieces()), self._state(), _texts(self.config))
         self._last_saved, self._last_save_time = self.step, time.perf_counter()
-        logger.info(f"saving step {self.step} to {self.config.checkpoints.checkpoints_path}")
+        logger.info(f"saving step {self.step} to {self.config.checkpoint_places[0]}")
         logger.info(f"samples consumed: {self.feed.counters()}")
 
     def _state(self) -> dict[str, Any]:
