@@ -46,10 +46,16 @@ def test_a_model_of_the_same_shapes_and_other_heads_is_refused(tmp_path: Path) -
 
 def test_what_else_changed_in_the_config_is_listed(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
-    now = {"general": {"run": "today"}, "parallelism": {"dp": 4, "tp": 1}, "tokens": {"train_steps": 200}}
+    now = {
+        "general": {"run": "today"},
+        "parallelism": {"dp": 4, "tp": 1},
+        "tokens": {"train_steps": 200, "sequence_length": 8},
+        "data_stages": [],
+    }
     assert changed_keys(f"{tmp_path}/1", now) == []  # it carries no config
     (tmp_path / "1" / "config.yaml").write_text(
-        "general: {run: yesterday}\nparallelism: {dp: 2, tp: 1}\ntokens: {train_steps: 100}\n"
+        "general: {run: yesterday}\nparallelism: {dp: 2, tp: 1}\ntokens: {train_steps: 100, sequence_length: 8}\n"
+        "data_stages: []\n"
     )
     assert changed_keys(f"{tmp_path}/1", now) == [
         "parallelism.dp was 2 in the checkpoint and is 4 now",

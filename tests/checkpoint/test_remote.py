@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanotron.checkpoint.documents import read_state
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
-from nanotron.checkpoint.resume import agree_resume, find_resume, newest_complete, read_state
+from nanotron.checkpoint.resume import agree_resume, find_resume, newest_complete
 from nanotron.checkpoint.storage import RemoteFolder, open_folder
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError

@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from nanotron.checkpoint.compare import changed_keys
+from nanotron.checkpoint.documents import read_state
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.resume import (
     agree_resume,
     check_shared,
     find_resume,
     newest_complete,
-    read_state,
 )
 from nanotron.checkpoint.retention import read_index
-from nanotron.checkpoint.storage import open_folder
+from nanotron.checkpoint.storage import LocalFolder, open_folder
 from nanotron.checkpoint.verify import damaged_files
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError
@@ -269,7 +270,7 @@ def test_damage_of_the_text_files_is_told_in_a_line_when_it_was_not_looked_for(
             file.write_bytes(content)
         elif name == "config.yaml":
             continue  # may be missing
-        with pytest.raises(ConfigError, match=f"{tmp_path}/1 is damaged: {name} cannot be read"):
+        with pytest.raises(ConfigError, match=f"{tmp_path}/1/{name} is (damaged|no text|missing)"):
             read(f"{tmp_path}/1")
 
 
@@ -279,6 +280,28 @@ def test_verification_can_be_switched_off(tmp_path: Path) -> None:
     found = agree_resume(str(tmp_path), None, verify=False)
     assert found is not None
     assert found.step == 1
+
+
+def test_who_takes_weights_alone_reads_no_byte_of_the_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(str(tmp_path))
+    kinds = {"weight": torch.ones(8).bfloat16(), "exp_avg": torch.ones(8), "master": torch.ones(8)}
+    saver.save(1, [Piece(kind, "w", (8,), Box((0,), (8,)), values) for kind, values in kinds.items()], {})
+    assert saver.wait(), saver.poll()
+    read: list[bytes] = []
+    stream = LocalFolder.stream
+
+    def recorded(folder: LocalFolder, name: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        for chunk in stream(folder, name, start, stop):
+            read.append(chunk if name.startswith("shard") else b"")
+            yield chunk
+
+    monkeypatch.setattr(LocalFolder, "stream", recorded)
+    checkpoint = open_folder(str(tmp_path / "1"))
+    assert damaged_files(checkpoint, read_index(checkpoint), kinds={"weight"}) == []
+    assert sum(map(len, read)) == 16
+    flip(shard(tmp_path, 1), -17)  # the end of what lies before the weight
+    assert damaged_files(checkpoint, read_index(checkpoint), kinds={"weight"}) == []
+    assert len(damaged_files(checkpoint, read_index(checkpoint))) == 1
 
 
 def test_only_damaged_checkpoints_are_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
@@ -375,7 +398,8 @@ def test_state_is_read_back_and_looking_for_a_checkpoint_imports_no_torch(tmp_pa
     assert read_state(f"{tmp_path}/1") == {"step": 1}
     script = (
         "import sys\n"
-        "from nanotron.checkpoint.resume import agree_resume, read_state\n"
+        "from nanotron.checkpoint.documents import read_state\n"
+        "from nanotron.checkpoint.resume import agree_resume\n"
         "found = agree_resume(sys.argv[1], None)\n"
         "assert read_state(found.checkpoint)['step'] == 1\n"
         "assert 'torch' not in sys.modules and 'fsspec' not in sys.modules\n"

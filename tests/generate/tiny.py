@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
 from torch import Tensor
 
@@ -89,7 +90,8 @@ def decoder_of(source: Source, mesh: Mesh | None = None) -> Decoder:
     """A decoder whose rows never end, on one device, or this rank's part of one on a mesh."""
     mesh = mesh or Mesh()
     config = laid_out(source.config, tp=mesh.size("tp"), pp=mesh.size("pp"))
-    return Decoder(load_model(source.path, config, mesh, CPU), mesh, CPU, end=None)
+    store = dist.distributed_c10d._get_default_store() if mesh.world > 1 else None
+    return Decoder(load_model(source.path, config, mesh, CPU, store), mesh, CPU, end=None)
 
 
 def rank_tokens(rank: int, world: int, path: str, tp: int, pp: int, sampling: Sampling) -> list[list[int]]:

@@ -11,10 +11,10 @@ What the trainer calls, module by module (only ``write`` and ``read`` import tor
     resume.find_resume(…)                   which checkpoint a run continues from, by one process (``nanotron check``)
     resume.agree_resume(…)                  the same for all ranks, after every file's checksums were verified
     resume.newest_complete(checkpoints_path)
-    resume.read_state(checkpoint)           state.json
+    documents.read_state(checkpoint)        state.json
     compare.check_model / check_data        refuse another model, or other data, with the differences
     compare.changed_keys(checkpoint, config) what else of the config is not as it was
-    verify.damaged_files                    checksums, file by file
+    verify.refuse_damage(checkpoint, …)     the one check before anything is read: schemas, boxes, checksums
 
 ``checkpoint`` is the folder of one step, ``checkpoints_path`` the folder that holds the steps; both may be URLs.
 The format is described byte for byte in docs/checkpoint-format.md.

@@ -6,11 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
-from nanotron.checkpoint.format import CONFIG, MODEL_CONFIG, Damaged
+from nanotron.checkpoint.documents import saved_document
+from nanotron.checkpoint.format import CONFIG, MODEL_CONFIG
 from nanotron.checkpoint.retention import read_index
-from nanotron.checkpoint.storage import open_folder, read_text
+from nanotron.checkpoint.storage import open_folder
 from nanotron.errors import ConfigError
 
 FIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rope_interleaved")
@@ -27,7 +26,7 @@ def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_co
         {name: list(shape) for name, shape in _weight_shapes(checkpoint).items()},
         {name: list(shape) for name, shape in shapes.items()},
     )
-    saved = _document(checkpoint, MODEL_CONFIG)
+    saved = saved_document(open_folder(checkpoint), MODEL_CONFIG)
     if saved is not None:
         now = {**dict.fromkeys(FIXED), **{key: model_config[key] for key in FIXED if key in model_config}}
         lines += differences({key: saved.get(key) for key in FIXED}, now, "model.model_config")
@@ -47,27 +46,14 @@ def changed_keys(checkpoint: str, config: Mapping[str, Any]) -> list[str]:
     return [line for line in lines if not line.startswith("general.run was ")]
 
 
-def saved_config(checkpoint: str) -> Any:
+def saved_config(checkpoint: str) -> dict[str, Any] | None:
     """The resolved config that a checkpoint was made with, None when it carries none."""
-    return _document(checkpoint, CONFIG)
+    return saved_document(open_folder(checkpoint), CONFIG)
 
 
 def _weight_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    try:
-        tensors = read_index(open_folder(checkpoint)).tensors
-    except Damaged as error:
-        raise ConfigError(f"checkpoint {checkpoint}: {error}") from error
+    tensors = read_index(open_folder(checkpoint)).tensors
     return {key.removeprefix("weight/"): tensor.shape for key, tensor in tensors.items() if key.startswith("weight/")}
-
-
-def _document(checkpoint: str, name: str) -> Any:
-    """A YAML or JSON file of a checkpoint, None when it has none."""
-    try:
-        return yaml.safe_load(read_text(open_folder(checkpoint), name))
-    except FileNotFoundError:
-        return None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"checkpoint {checkpoint} is damaged: {name} cannot be read") from error
 
 
 def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:

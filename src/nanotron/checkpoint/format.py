@@ -11,26 +11,38 @@ No torch here: ``nanotron check`` reads these too.
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from nanotron.checkpoint import schema
+from nanotron.errors import ConfigError
 from nanotron.parallel.params import Box
 
 if TYPE_CHECKING:
     import torch
 
-FORMAT = "nanotron-checkpoint"
-VERSION = 1
+FORMAT, VERSION = get_args(schema.Format)[0], get_args(schema.Version)[0]
 INDEX, STATE, LATEST = "index.json", "state.json", "latest.txt"
 CONFIG, MODEL_CONFIG = "config.yaml", "model_config.json"
 KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
-ITEM_SIZE = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "U16": 2, "U8": 1, "I8": 1, "BOOL": 1}
+ITEM_SIZE = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
 """Bytes per element of the data types, by their safetensors names."""
 
 
-class Damaged(Exception):
-    """A file of a checkpoint is not what its index says; the message names the file."""
+class Damaged(ConfigError):
+    """A file of a checkpoint is not what it should be, or not what the index says; each line names checkpoint or file.
+
+    Resuming falls back a step for it. Wherever else it is met it is what the user is told.
+    """
 
 
 class Piece(NamedTuple):
@@ -100,28 +112,34 @@ class Index:
 
     @staticmethod
     def from_json(text: str) -> Index:
-        """Raises ``Damaged`` when the text is not an index that this version reads."""
-        try:
-            whole = json.loads(text)
-            if whole["format"] != FORMAT or whole["version"] != VERSION:
-                raise Damaged(f"index.json has format {whole['format']!r} {whole['version']}; this reads {VERSION}")
-            files = {name: StoredFile(file["size"], file.get("xxh3")) for name, file in whole["files"].items()}
-            return Index(whole["step"], files, {key: _tensor(entry) for key, entry in whole["tensors"].items()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"index.json does not parse ({type(error).__name__}: {error})") from error
+        """Raises ValueError when the text is not an index that this version reads."""
+        whole = schema.checked(schema.INDEX, schema.parse_json(text))
+        files = {name: StoredFile(file["size"], file.get("xxh3")) for name, file in whole["files"].items()}
+        return Index(whole["step"], files, {key: _tensor(entry) for key, entry in whole["tensors"].items()})
 
 
-def _tensor(entry: dict[str, Any]) -> StoredTensor:
+def _tensor(entry: schema.TensorEntry) -> StoredTensor:
     boxes = (
-        StoredBox(Box(tuple(box["offset"]), tuple(box["shape"])), box["file"], box["key"], box["xxh3"])
-        for box in entry["boxes"]
+        StoredBox(Box(box["offset"], box["shape"]), box["file"], box["key"], box["xxh3"]) for box in entry["boxes"]
     )
-    return StoredTensor(tuple(entry["shape"]), entry["dtype"], tuple(boxes))
+    return StoredTensor(entry["shape"], entry["dtype"], tuple(boxes))
 
 
-def missing_elements(tensor: StoredTensor) -> int:
-    """How many elements the boxes leave out; negative when boxes overlap."""
-    return prod(tensor.shape) - sum(stored.box.numel for stored in tensor.boxes)
+def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether boxes cover a tensor of this shape exactly once: no gap, no overlap, nothing outside, none empty.
+
+    The corners of every box are counted, the sign of one turning with each dim in which it is the far one. Differences
+    of indicators determine the indicators, so the sums are those of the whole tensor if and only if the boxes tile it.
+    """
+    if any(len(box.offset) != len(shape) or len(box.shape) != len(shape) or 0 in box.shape for box in boxes):
+        return False
+    signs = [(corner, (-1) ** sum(corner)) for corner in product((0, 1), repeat=len(shape))]
+    counts: Counter[tuple[int, ...]] = Counter()
+    whole = [] if 0 in shape else [Box((0,) * len(shape), shape)]
+    for (offset, sizes), sign in [*((box, 1) for box in boxes), *((box, -1) for box in whole)]:
+        for corner, parity in signs:
+            counts[tuple(o + n * far for o, n, far in zip(offset, sizes, corner, strict=True))] += sign * parity
+    return not any(counts.values())
 
 
 def shard_name(rank: int, world: int) -> str:
@@ -157,12 +175,26 @@ def header_bytes(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict
 
 
 def parse_header(text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Tensors, in file order, and metadata of a safetensors header, given without its length."""
-    header = json.loads(text)
-    metadata = header.pop("__metadata__", {})
+    """Tensors, in file order, and metadata of a safetensors header, given without its length.
+
+    Raises ValueError when it is none, or when its tensors are not as long as they are wide, or not back to back.
+    """
+    header = schema.checked(schema.MAPPING, schema.parse_json(text.decode()))
+    metadata = schema.checked(schema.HEADER_METADATA, header.pop("__metadata__", {}))
     start = 8 + len(text)
-    entries = {
-        key: Entry(entry["dtype"], tuple(entry["shape"]), *(start + offset for offset in entry["data_offsets"]))
-        for key, entry in header.items()
-    }
-    return dict(sorted(entries.items(), key=lambda item: item[1].start)), metadata
+    found = schema.checked(schema.HEADER, header)
+    entries = [
+        (key, Entry(entry["dtype"], entry["shape"], start + entry["data_offsets"][0], start + entry["data_offsets"][1]))
+        for key, entry in found.items()
+    ]
+    entries.sort(key=lambda item: (item[1].start, item[1].stop))
+    for key, entry in entries:
+        if entry.dtype not in ITEM_SIZE:
+            raise ValueError(f"{key} has dtype {entry.dtype!r}, which is none of {', '.join(ITEM_SIZE)}")
+        if entry.start != start or entry.stop - start != ITEM_SIZE[entry.dtype] * prod(entry.shape):
+            raise ValueError(
+                f"{key}, {entry.dtype} of shape {list(entry.shape)}, does not fill its bytes"
+                f" {entry.start} to {entry.stop}, or does not begin where the one before it ends"
+            )
+        start = entry.stop
+    return dict(entries), metadata

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from nanotron.checkpoint.documents import read_state
 from nanotron.checkpoint.format import INDEX, ITEM_SIZE, KINDS, Damaged, Index, StoredTensor
 from nanotron.checkpoint.read import CheckpointTensors
-from nanotron.checkpoint.resume import newest_complete, read_state
+from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.retention import step_names
 from nanotron.checkpoint.storage import open_folder
 from nanotron.checkpoint.verify import damaged_files
@@ -34,14 +35,11 @@ def inspect_checkpoint(path: str) -> Iterator[str]:
     if checkpoint is None:
         raise ConfigError(f"{path}: none of its steps has an index.json, so none is complete")
     folder = open_folder(checkpoint)
-    try:
-        tensors = CheckpointTensors(folder)
-    except Damaged as error:
-        raise ConfigError(f"{checkpoint}: {error}") from error
+    tensors = CheckpointTensors(folder)
     index = tensors.index
     yield f"checkpoint   {checkpoint}"
     yield f"step         {index.step}"
-    yield from _state_lines(checkpoint, index)
+    yield from _state_lines(checkpoint)
     yield from _size_lines(index)
     damage = damaged_files(folder, index)
     if not damage:
@@ -50,15 +48,13 @@ def inspect_checkpoint(path: str) -> Iterator[str]:
     yield ""
     yield f"integrity    {'damaged' if damage else f'all {len(index.files)} files are as they were written'}"
     if damage:
-        raise ConfigError(damage)
+        raise Damaged(damage)
 
 
-def _state_lines(checkpoint: str, index: Index) -> Iterator[str]:
-    if "state.json" not in index.files:
-        return
+def _state_lines(checkpoint: str) -> Iterator[str]:
     try:
-        state: dict[str, Any] = read_state(checkpoint)
-    except (FileNotFoundError, ValueError):
+        state = read_state(checkpoint)
+    except Damaged:  # told at the end, with the other damage
         yield "state        unreadable"
         return
     for key in ("layout", "consumed", "lr", "device", "threads_per_rank", "versions", "imported_from"):

@@ -45,11 +45,7 @@ def load(checkpoint: str, pieces: Iterable[Piece]) -> None:
 
     Raises ConfigError when the checkpoint lacks what is asked for, or a file of it is damaged.
     """
-    folder = open_folder(checkpoint)
-    try:
-        fill(CheckpointTensors(folder), pieces)
-    except Damaged as error:
-        raise ConfigError(f"checkpoint {checkpoint}: {error}") from error
+    fill(CheckpointTensors(open_folder(checkpoint)), pieces)
 
 
 class Tensors(Protocol):
@@ -110,7 +106,7 @@ class CheckpointTensors:
     """The tensors of one of our checkpoints."""
 
     def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+        self.folder = folder
         self.index: Index = read_index(folder)
         self._headers: dict[str, dict[str, Entry]] = {}
 
@@ -131,15 +127,18 @@ class CheckpointTensors:
             target[shared.slices(box)].copy_(self._read(stored, shared))
             filled += shared.numel
         if filled != box.numel:
-            raise Damaged(f"its boxes hold {filled} of the {box.numel} elements of {kind}/{name} that are needed")
+            raise Damaged(
+                f"{self.folder.path}: its boxes hold {filled} of the {box.numel} elements of {kind}/{name} that are"
+                " needed"
+            )
 
     def _read(self, stored: StoredBox, shared: Box) -> torch.Tensor:
         if stored.file not in self._headers:
-            self._headers[stored.file] = read_header(self._folder, stored.file)[0]
+            self._headers[stored.file] = read_header(self.folder, stored.file)[0]
         entry = self._headers[stored.file].get(stored.key)
         if entry is None or entry.shape != stored.box.shape:
-            raise Damaged(f"{self._folder.path}/{stored.file} has no tensor {stored.key} of shape {stored.box.shape}")
-        return read_box(self._folder, stored.file, entry, Box(*_within(shared, stored.box)))
+            raise Damaged(f"{self.folder.path}/{stored.file} has no tensor {stored.key} of shape {stored.box.shape}")
+        return read_box(self.folder, stored.file, entry, Box(*_within(shared, stored.box)))
 
 
 def _within(inner: Box, outer: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:

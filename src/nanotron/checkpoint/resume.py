@@ -12,17 +12,16 @@ So a path counts for the first start only, and the same command goes on from wha
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
-from nanotron.checkpoint.format import INDEX, STATE, Damaged
+from nanotron.checkpoint.format import INDEX, Damaged
 from nanotron.checkpoint.retention import complete_steps, read_index, step_names
-from nanotron.checkpoint.storage import Folder, LocalFolder, open_folder, read_text
-from nanotron.checkpoint.verify import damaged_files
+from nanotron.checkpoint.storage import Folder, LocalFolder, open_folder
+from nanotron.checkpoint.verify import agree_on_damage
 from nanotron.errors import ConfigError
 from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.store import Store
@@ -52,15 +51,6 @@ def newest_complete(checkpoints_path: str, before: int | None = None) -> str | N
     """The folder of the newest complete step (below ``before``), or None. Only its index is parsed."""
     found, _ = _newest([open_folder(checkpoints_path)], before=before)
     return found.checkpoint if found else None
-
-
-def read_state(checkpoint: str) -> dict[str, Any]:
-    """state.json of a checkpoint; raises ConfigError when it is missing or damaged."""
-    try:
-        state: dict[str, Any] = json.loads(read_text(open_folder(checkpoint), STATE))
-    except (FileNotFoundError, ValueError) as error:
-        raise ConfigError(f"checkpoint {checkpoint} is damaged: {STATE} cannot be read ({error})") from error
-    return state
 
 
 def find_resume(
@@ -137,7 +127,7 @@ def agree_resume(
             return None
         checkpoint, step, lines, own = answer["found"]
         notices = _once([*notices, *lines])
-        damage = _agree_on_damage(agreement, where, checkpoint, rank, world) if verify else []
+        damage = agree_on_damage(agreement, where, checkpoint, checksums=verify)
         if not damage:
             return Resume(checkpoint, step, tuple(notices), own)
         if not own:
@@ -148,19 +138,6 @@ def agree_resume(
 
 def _once(lines: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(lines))
-
-
-def _agree_on_damage(agreement: Agreement, where: str, checkpoint: str, rank: int, world: int) -> list[str]:
-    try:
-        folder = open_folder(checkpoint)
-        with agreement.at_work(f"reading {checkpoint} to compare checksums"):
-            mine = damaged_files(folder, read_index(folder), rank, world)
-    except Damaged as error:  # another node sees another folder
-        mine = [f"rank {rank}: {checkpoint}: {error}"]
-    damage: list[str] = agreement.decide(
-        f"{where}/damage", mine, lambda lists: [line for part in lists for line in part]
-    )
-    return damage
 
 
 def _offer(damaged: str, step: int) -> str:
@@ -185,7 +162,7 @@ def _newest(
             try:
                 return Resume(checkpoint.path, read_index(checkpoint).step), tuple(notices)
             except Damaged as error:
-                notices.append(f"ignoring {checkpoint.path}: {error}")
+                notices.append(f"ignoring {error}")
     return None, tuple(notices)
 
 
@@ -206,7 +183,7 @@ def _from_path(folder: Folder) -> Resume:
         try:
             return Resume(folder.path, read_index(folder).step)
         except Damaged as error:
-            raise ConfigError(f"{KEY}={folder.path}: {error}") from error
+            raise ConfigError(f"{KEY}={error}") from error
     found, notices = _newest([folder])
     if found:
         return replace(found, notices=notices)

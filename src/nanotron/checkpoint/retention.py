@@ -21,15 +21,19 @@ def step_names(folder: Folder) -> list[int]:
 
 
 def read_index(checkpoint: Folder) -> Index:
-    """The index of one step; raises ``Damaged`` when there is none or it does not parse."""
+    """The index of one step; raises ``Damaged`` when there is none, or it does not parse, or is of another step."""
     try:
-        return Index.from_json(read_text(checkpoint, INDEX))
+        index = Index.from_json(read_text(checkpoint, INDEX))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise Damaged("it has no index.json, so its save was never completed") from error
-    except UnicodeDecodeError as error:
-        raise Damaged(f"{checkpoint.path}: index.json is no text ({error.reason} at byte {error.start})") from error
-    except Damaged as error:
-        raise Damaged(f"{checkpoint.path}: {error}") from error
+        raise Damaged(f"{checkpoint.path}: it has no index.json, so its save was never completed") from error
+    except Damaged:
+        raise
+    except ValueError as error:
+        raise Damaged(f"{checkpoint.path}: index.json does not parse ({error})") from error
+    name = checkpoint.path.rpartition("/")[2]
+    if re.fullmatch(r"\d+", name) and int(name) != index.step:
+        raise Damaged(f"{checkpoint.path}: index.json is of step {index.step}, not of the step that the folder names")
+    return index
 
 
 def complete_steps(folder: Folder) -> list[int]:

@@ -13,8 +13,9 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from nanotron.checkpoint.format import Damaged, Entry, parse_header
 from nanotron.errors import ConfigError
@@ -34,7 +35,7 @@ class Folder(Protocol):
     def make(self) -> None: ...
     def size(self, name: str) -> int: ...
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any: ...
-    def stream(self, name: str) -> Iterator[bytes]: ...
+    def stream(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]: ...
     def write(self, name: str, chunks: Iterable[Chunk]) -> None: ...
     def remove(self, name: str) -> None: ...
     def remove_folder(self) -> None: ...
@@ -49,8 +50,11 @@ def open_folder(path: str | os.PathLike[str]) -> Folder:
 
 
 def read_text(folder: Folder, name: str) -> str:
-    """A small text file; raises FileNotFoundError."""
-    return bytes(folder.read(name)).decode()
+    """A small text file; raises FileNotFoundError, and ``Damaged`` when it is no text."""
+    try:
+        return bytes(folder.read(name)).decode()
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{folder.path}/{name} is no text ({error.reason} at byte {error.start})") from error
 
 
 def read_header(folder: Folder, name: str) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -63,11 +67,23 @@ def read_header(folder: Folder, name: str) -> tuple[dict[str, Entry], dict[str, 
         entries, metadata = parse_header(bytes(folder.read(name, 8, 8 + length)))
     except FileNotFoundError as error:
         raise Damaged(f"{folder.path}/{name} is missing") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except Damaged:
+        raise
+    except ValueError as error:
         raise Damaged(f"{folder.path}/{name} has a damaged header ({error})") from error
-    if max((entry.stop for entry in entries.values()), default=0) > size:
-        raise Damaged(f"{folder.path}/{name} was cut short")
+    end = max((entry.stop for entry in entries.values()), default=8 + length)
+    if end != size:
+        raise Damaged(f"{folder.path}/{name} {'was cut short' if end > size else f'has {size - end} bytes too many'}")
     return entries, metadata
+
+
+def _chunks(file: IO[bytes], start: int, stop: int | None) -> Iterator[bytes]:
+    """What an open file holds in [start, stop)."""
+    file.seek(start)
+    left = CHUNK_BYTES if stop is None else stop - start
+    while left > 0 and (chunk := file.read(min(left, CHUNK_BYTES))):
+        yield chunk
+        left -= 0 if stop is None else len(chunk)
 
 
 class LocalFolder:
@@ -104,17 +120,25 @@ class LocalFolder:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         """A view of the mapped file: pages are read when they are touched, and copied when they are written to."""
         if name not in self._maps:
-            with open(f"{self.path}/{name}", "rb") as file:
+            with self._open_to_read(name) as file:
                 if os.fstat(file.fileno()).st_size == 0:
                     return memoryview(b"")
                 self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return memoryview(self._maps[name])[start:stop]
 
-    def stream(self, name: str) -> Iterator[bytes]:
-        """The file from start to end, in chunks."""
-        with open(f"{self.path}/{name}", "rb", buffering=0) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
+    def stream(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The bytes [start, stop) of the file, in chunks."""
+        with self._open_to_read(name) as file:
+            yield from _chunks(file, start, stop)
+
+    def _open_to_read(self, name: str) -> IO[bytes]:
+        """Open a file; of a pipe or a device, which may have nobody at its other end, raise ``Damaged`` at once."""
+        path = f"{self.path}/{name}"
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            os.close(file)
+            raise Damaged(f"{path} is no regular file")
+        return open(file, "rb", buffering=0)
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
         target, temporary = f"{self.path}/{name}", f"{self.path}/{name}.tmp"
@@ -212,11 +236,10 @@ class RemoteFolder:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
         return bytearray(self._files.cat_file(f"{self._root}/{name}", start=start, end=stop))
 
-    def stream(self, name: str) -> Iterator[bytes]:
-        """The file from start to end, in chunks."""
+    def stream(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
+        """The bytes [start, stop) of the file, in chunks."""
         with self._files.open(f"{self._root}/{name}", "rb", block_size=CHUNK_BYTES) as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
+            yield from _chunks(file, start, stop)
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
         file = self._files.open(f"{self._root}/{name}", "wb")

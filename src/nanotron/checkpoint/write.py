@@ -122,13 +122,13 @@ class Saver:
     ) -> None:
         """Begin saving a step: copies the pieces that this rank writes, then returns.
 
-        ``state`` becomes state.json and ``texts`` further files (name -> content), all by rank 0. A save still in
-        flight is waited for, so at most one copy of the state is in host memory.
+        ``state`` and the step become state.json and ``texts`` further files (name -> content), all by rank 0. A save
+        still in flight is waited for, so at most one copy of the state is in host memory.
         """
         self.wait()
         self._snapshot.take(pieces)
         self._saves += 1
-        documents = {STATE: json.dumps(dict(state), indent=1) + "\n", **(texts or {})}
+        documents = {STATE: json.dumps({"step": step, **state}, indent=1) + "\n", **(texts or {})}
         self._thread = threading.Thread(target=self._run, args=(step, documents), name=f"save {step}", daemon=True)
         self._thread.start()
 

@@ -16,7 +16,7 @@ import yaml
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import DTYPES, CheckpointTensors, source_kind
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
-from nanotron.checkpoint.verify import damaged_files
+from nanotron.checkpoint.verify import refuse_damage
 from nanotron.convert.importing import DTYPE_NAMES, new_folder, read_model_config
 from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import OURS, half_split, kind_of
@@ -25,6 +25,7 @@ from nanotron.errors import ConfigError
 from nanotron.models.hf_config import hf_config
 from nanotron.models.hf_tensors import Part, hugging_face_parts
 from nanotron.models.specs import llama_specs
+from nanotron.parallel.agreement import alone
 
 EXPORT_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -39,7 +40,8 @@ def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_sha
     found = kind_of(checkpoint)
     if found.kind != OURS:
         raise ConfigError(f"{checkpoint} is a folder of {found.kind}; only a checkpoint of ours can be exported")
-    tensors = _verified(found.path)
+    refuse_damage(found.path, alone())
+    tensors = CheckpointTensors(open_folder(found.path))
     config = read_model_config(found.path)
     specs = llama_specs(config)
     for name, spec in specs.items():
@@ -72,13 +74,6 @@ def _ends_of_texts(out: Folder) -> dict[str, int]:
         out.write("generation_config.json", [(json.dumps({"eos_token_id": found.end}, indent=2) + "\n").encode()])
     named = {"bos_token_id": found.begin, "eos_token_id": found.end}
     return {key: token for key, token in named.items() if token is not None}
-
-
-def _verified(path: str) -> CheckpointTensors:
-    tensors = CheckpointTensors(open_folder(path))
-    if damage := damaged_files(open_folder(path), tensors.index):
-        raise ConfigError(damage)
-    return tensors
 
 
 def _dtype(name: str) -> torch.dtype:

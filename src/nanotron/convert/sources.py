@@ -9,7 +9,6 @@ What is inside a folder decides how it is read:
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,14 +16,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from nanotron.checkpoint import schema
 from nanotron.checkpoint.format import INDEX, Damaged, Entry, Piece
-from nanotron.checkpoint.read import DTYPES, CheckpointTensors, fill, read_box, shorten
+from nanotron.checkpoint.read import DTYPES, CheckpointTensors, fill, read_box, shorten, source_kind
 from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.storage import Folder, open_folder, read_header, read_text
+from nanotron.checkpoint.verify import refuse_damage
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 from nanotron.models.hf_tensors import Part, existing_nanotron_parts, hugging_face_parts
 from nanotron.models.specs import llama_specs
+from nanotron.parallel.agreement import Agreement, alone
 from nanotron.parallel.params import Box, intersect
 
 if TYPE_CHECKING:
@@ -35,26 +37,43 @@ logger = get_logger(__name__)
 OURS, EXISTING, HUGGING_FACE = "checkpoint", "existing Nanotron", "Hugging Face"
 
 
-def load_weights(path: str, pieces: Iterable[Piece], config: ModelConfig) -> None:
-    """Fill weight and master pieces from any folder of weights; raises ConfigError for a model that does not fit."""
-    try:
-        tensors = open_weights(path, config)
-        for line in tensors.ignored:
-            logger.info(line)
-        fill(tensors, pieces)
-    except Damaged as error:
-        raise ConfigError(f"{path}: {error}") from error
+def load_weights(
+    path: str, pieces: Iterable[Piece], config: ModelConfig, agreement: Agreement | None = None, *, verify: bool = True
+) -> None:
+    """Fill weight and master pieces from any folder of weights; the same call on every rank of ``agreement``.
+
+    What is read of a checkpoint of ours is compared with its checksums first (unless not ``verify``), shared out over
+    the ranks. Raises ConfigError for a model that does not fit.
+    """
+    pieces = list(pieces)
+    tensors = open_weights(path, config)
+    for line in tensors.ignored:
+        logger.info(line)
+    if isinstance(tensors, CheckpointTensors) and verify:
+        kinds = {source_kind(tensors, piece) for piece in pieces}
+        refuse_damage(tensors.folder.path, agreement or alone(), kinds)
+    fill(tensors, pieces)
 
 
 def open_weights(path: str, config: ModelConfig) -> CheckpointWeights | ForeignTensors:
     """The weights of a folder, by our names, for a model of this shape; raises ConfigError for another model's."""
     found = kind_of(path)
+    folder = open_folder(found.path)
     if found.kind == OURS:
-        return CheckpointWeights(open_folder(found.path), config)
-    folder, specs = open_folder(found.path), llama_specs(config)
-    if found.kind == HUGGING_FACE:
-        return ForeignTensors(folder, hugging_face_files(folder), hugging_face_parts(config, specs), config)
-    return ForeignTensors(folder, existing_nanotron_files(folder), existing_nanotron_parts(config, specs), config)
+        return CheckpointWeights(folder, config)
+    files = hugging_face_files(folder) if found.kind == HUGGING_FACE else existing_nanotron_files(folder)
+    _check_depth(found.path, config, len(files))
+    parts = hugging_face_parts if found.kind == HUGGING_FACE else existing_nanotron_parts
+    return ForeignTensors(folder, files, parts(config, llama_specs(config)), config)
+
+
+def _check_depth(path: str, config: ModelConfig, num_tensors: int) -> None:
+    """Refuse a depth that the files cannot have, before anything is made for each layer."""
+    if config.num_hidden_layers > num_tensors:
+        raise ConfigError(
+            f"{path}: num_hidden_layers={config.num_hidden_layers} of its config is another model's: its files hold"
+            f" {num_tensors} tensors"
+        )
 
 
 class Found(NamedTuple):
@@ -104,6 +123,7 @@ class CheckpointWeights(CheckpointTensors):
     def __init__(self, folder: Folder, config: ModelConfig) -> None:
         super().__init__(folder)
         self.ignored: list[str] = []
+        _check_depth(folder.path, config, len(self.index.tensors))
         held = {name.removeprefix("weight/") for name in self.index.tensors if name.startswith("weight/")}
         refuse_unknown(folder, held - llama_specs(config).keys())
 
@@ -192,6 +212,8 @@ class ForeignTensors:
                 problems.append(f"it has no {tensor}")
             elif (shape := extent(self._files[tensor])) != end:
                 problems.append(f"{tensor} has shape {list(shape)}, the model's config needs {list(end)}")
+            elif unread := {stored.entry.dtype for stored in self._files[tensor]} - DTYPES.keys():
+                problems.append(f"{tensor} is {', '.join(unread)}; only {', '.join(DTYPES)} are read, convert it")
         if problems:
             raise ConfigError([f"{self._folder.path}: {line}" for line in shorten(problems)])
 
@@ -218,7 +240,7 @@ def hugging_face_files(folder: Folder) -> Files:
     """Where each tensor of a Hugging Face model folder is; raises ConfigError when it has no safetensors."""
     names = folder.names()
     if "model.safetensors.index.json" in names:
-        listed = set(json.loads(read_text(folder, "model.safetensors.index.json"))["weight_map"].values())
+        listed = _listed_files(folder, "model.safetensors.index.json")
     else:
         listed = {name for name in names if name.endswith(".safetensors")}
     if not listed:
@@ -231,6 +253,17 @@ def hugging_face_files(folder: Folder) -> Files:
             origin = (0,) * len(entry.shape)
             files[name] = [ForeignBox(Box(origin, entry.shape), file, entry, origin)]
     return files
+
+
+def _listed_files(folder: Folder, index: str) -> set[str]:
+    """The files that the index of a Hugging Face model names."""
+    try:
+        said = schema.parse_json(read_text(folder, index))
+        return set(schema.checked(schema.WEIGHT_MAP, said)["weight_map"].values())
+    except Damaged:
+        raise
+    except ValueError as error:
+        raise Damaged(f"{folder.path}/{index} is no index of a model's files ({error})") from error
 
 
 def existing_nanotron_files(folder: Folder) -> Files:
@@ -247,8 +280,11 @@ def existing_nanotron_files(folder: Folder) -> Files:
         if parameter is None or "data" not in entries:
             raise Damaged(f"{folder.path}/{path} is no file of an existing-Nanotron checkpoint")
         stored = files.setdefault(f"{module.replace('/', '.')}.{parameter[1]}", [])
-        for box, local in slice_pairs(metadata, entries["data"].shape):
-            stored.append(ForeignBox(box, path, entries["data"], local))
+        try:
+            pairs = list(slice_pairs(metadata, entries["data"].shape))
+        except (ValueError, IndexError) as error:
+            raise Damaged(f"{folder.path}/{path} has slices in its metadata that mean nothing") from error
+        stored += [ForeignBox(box, path, entries["data"], local) for box, local in pairs]
     return files
 
 
@@ -265,7 +301,7 @@ def slice_pairs(metadata: Mapping[str, str], shape: tuple[int, ...]) -> Iterator
     """(box of the whole tensor, its offset in the file's tensor) of ``local#global;local#global;…``.
 
     Slices are ``start,stop,step``, or None for a whole dim, joined by ``|`` over dims; without metadata the file holds
-    the whole tensor.
+    the whole tensor. Raises ValueError for slices that mean nothing.
     """
     if "local_global_slices_pairs" not in metadata:
         yield Box((0,) * len(shape), shape), (0,) * len(shape)
@@ -275,4 +311,9 @@ def slice_pairs(metadata: Mapping[str, str], shape: tuple[int, ...]) -> Iterator
         offset = tuple(0 if start == "None" else int(start) for start, _, _ in local)
         ends = (size if stop == "None" else int(stop) for (_, stop, _), size in zip(local, shape, strict=True))
         sizes = tuple(end - start for end, start in zip(ends, offset, strict=True))
-        yield Box(tuple(0 if start == "None" else int(start) for start, _, _ in whole), sizes), offset
+        origin = tuple(0 if start == "None" else int(start) for start, _, _ in whole)
+        if any(not 0 <= o <= o + n <= size for o, n, size in zip(offset, sizes, shape, strict=True)):
+            raise ValueError(f"{pair} is outside of {shape}")
+        if len(origin) != len(shape):
+            raise ValueError(f"{pair} is of {len(origin)} dims, not of {len(shape)}")
+        yield Box(origin, sizes), offset

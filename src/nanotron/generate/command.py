@@ -199,7 +199,7 @@ def _run(request: Request, place: Place, peers: Peers) -> None:
     if place.rank == 0:
         for note in (*source.notes, *_notes_on_length(request, prepared)):
             print(f"note: {note}", file=sys.stderr)
-    model = load_model(source.path, config, mesh, device)
+    model = load_model(source.path, config, mesh, device, peers.training_store)
     decoder = Decoder(model, mesh, device, source.end)
     show = as_json if request.json else as_text
     for first in range(0, len(prepared.ids), request.batch_size):

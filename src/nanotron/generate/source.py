@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanotron.checkpoint.storage import open_folder, read_text
+from nanotron.checkpoint.verify import refuse_damage
 from nanotron.config import Config, ParallelismArgs
 from nanotron.config.document import parse
 from nanotron.config.load import read_document
@@ -21,6 +22,7 @@ from nanotron.data.probe import tokenizer_name
 from nanotron.data.tokenize.tokenizer import end_of_document_token, load_tokenizer
 from nanotron.errors import ConfigError
 from nanotron.models.specs import FINAL_NORM
+from nanotron.parallel.agreement import alone
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -76,6 +78,7 @@ def laid_out(config: Config, *, tp: int, pp: int) -> Config:
 def _config(found: Found) -> tuple[Config, list[str]]:
     """The config of the run that wrote a checkpoint; for a model from elsewhere, one that has its shape, and notes."""
     if found.kind == OURS:
+        refuse_damage(found.path, alone(), kinds=())  # of the text files; the weights' follows when they are loaded
         try:
             text = read_text(open_folder(found.path), "config.yaml")
         except FileNotFoundError:

@@ -32,7 +32,7 @@ class Agreement:
 
     def __init__(self, topic: str, rank: int, world: int, store: Store | None, *, timeout_s: float = 600.0) -> None:
         assert store is not None or world == 1, "several ranks need a store to agree through"
-        self._rank, self._world, self._timeout_s = rank, world, timeout_s
+        self.rank, self.world, self._timeout_s = rank, world, timeout_s
         self._store: Store = LocalStore() if store is None else BoundedStore(store, timeout_s)
         begun = self._store.add(f"{topic}/begun/{rank}", 1)  # the same on every rank: all begin their topics in order
         self._topic = f"{topic}/{begun}"
@@ -46,8 +46,8 @@ class Agreement:
         on rank 0.
         """
         key = f"{self._topic}/{question}"
-        self._store.set(f"{key}/from/{self._rank}", json.dumps(value))
-        if self._rank == 0:
+        self._store.set(f"{key}/from/{self.rank}", json.dumps(value))
+        if self.rank == 0:
             self._answer(key, decision, doing)
         self._await({0: f"{key}/answer"})
         answer = json.loads(self._store.get(f"{key}/answer"))
@@ -73,18 +73,18 @@ class Agreement:
             seconds = time.monotonic() - began
             if doing and seconds // SAY_S > said:
                 said = int(seconds // SAY_S)
-                logger.warning(f"rank {self._rank} has been {doing} for {seconds:.0f} s: slow storage, or stuck")
+                logger.warning(f"rank {self.rank} has been {doing} for {seconds:.0f} s: slow storage, or stuck")
             try:
                 self._sign()
             except LostPeers:
                 return  # nobody is left to wait for us
 
     def _sign(self) -> None:
-        if self._world > 1:
-            self._store.add(f"{self._topic}/signs/{self._rank}", 1)
+        if self.world > 1:
+            self._store.add(f"{self._topic}/signs/{self.rank}", 1)
 
     def _answer(self, key: str, decision: Callable[[list[Any]], Any], doing: str) -> None:
-        keys = {rank: f"{key}/from/{rank}" for rank in range(self._world)}
+        keys = {rank: f"{key}/from/{rank}" for rank in range(self.world)}
         try:
             self._await(keys)
         except LostPeers as error:
@@ -111,7 +111,7 @@ class Agreement:
             now = time.monotonic()
             if now - looked > self._timeout_s / SIGNS_PER_TIMEOUT:
                 looked = now
-                if self._rank == 0:
+                if self.rank == 0:
                     self._sign()
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 counts = {rank: self._store.add(f"{self._topic}/signs/{rank}", 0) for rank in missing}
@@ -125,3 +125,8 @@ class Agreement:
                     raise LostPeers(f"rank {who} did not answer within {self._timeout_s:g} s", silent)
             time.sleep(pause)
             pause = min(2 * pause, POLL_S[1])
+
+
+def alone() -> Agreement:
+    """The agreement of one process with itself."""
+    return Agreement("alone", 0, 1, None)

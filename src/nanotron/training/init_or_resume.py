@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.checkpoint.compare import changed_keys, check_model, saved_config
+from nanotron.checkpoint.documents import read_state
 from nanotron.checkpoint.format import Piece
 from nanotron.checkpoint.read import load
-from nanotron.checkpoint.resume import AUTO, KEY, Resume, agree_resume, check_shared, read_state
+from nanotron.checkpoint.resume import AUTO, KEY, Resume, agree_resume, check_shared
 from nanotron.config import ExistingCheckpointInit
 from nanotron.convert.sources import load_weights
 from nanotron.logging import get_logger
+from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.store import Store
 from nanotron.training.step import Training
@@ -37,7 +39,7 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
     """Fill weights and optimizer from the checkpoint that the rules of resuming choose, or begin afresh."""
     resume = _resume(config, mesh, store)
     if resume is None:
-        _begin(training, config)
+        _begin(training, config, mesh, store)
         return Start()
     checkpoints = config.checkpoints
     for line in resume.notices if mesh.rank == 0 else ():
@@ -46,7 +48,7 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
     check_model(resume.checkpoint, shapes, plain["model"]["model_config"])
     for line in changed_keys(resume.checkpoint, plain):
         logger.info(f"changed on resume: {line}")
-    state = read_state(resume.checkpoint)
+    state = read_state(resume.checkpoint, position=True)
     imported = "imported_from" in state  # weights without a position, even where they lie in the run's own folder
     going_on = resume.own and not imported
     if going_on and mesh.rank == 0 and (spent := _spent(checkpoints, resume.checkpoint)):
@@ -87,11 +89,13 @@ def _resume(config: Config, mesh: Mesh, store: Store | None) -> Resume | None:
     return agree_resume(path, wish, mesh.rank, mesh.world, store, copy=copy, verify=verify, timeout_s=timeout_s)
 
 
-def _begin(training: Training, config: Config) -> None:
+def _begin(training: Training, config: Config, mesh: Mesh, store: Store | None) -> None:
     """Draw the initial weights, or take an existing model's."""
     init = config.model.init_method
     if isinstance(init, ExistingCheckpointInit):
-        load_weights(init.path, _weights(training), config.model.model_config)
+        agreement = Agreement("weights", mesh.rank, mesh.world, store, timeout_s=config.general.timeout_s)
+        verify = config.checkpoints.verify
+        load_weights(init.path, _weights(training), config.model.model_config, agreement, verify=verify)
         logger.info(f"starting from the weights of {init.path}")
     else:
         training.initialize()

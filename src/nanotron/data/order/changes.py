@@ -21,7 +21,7 @@ def order_changes(
     `consumed` and `streams` are the checkpoint's samples and positions per stage. What files hold is not asked here:
     fingerprints tell.
     """
-    saved_stages = {stage["name"]: stage for stage in saved["data_stages"]}
+    saved_stages = {stage["name"]: stage for stage in saved.get("data_stages", [])}
     lines = []
     for number, stage in enumerate(now["data_stages"]):
         name = stage["name"]
@@ -29,7 +29,7 @@ def order_changes(
             continue
         seeded = name not in streams or stage["data"].get("shuffle_block") is not None
         before, after = (
-            _decisive(one, config["tokens"]["sequence_length"], seeded=seeded)
+            _decisive(one, config.get("tokens", {}).get("sequence_length"), seeded=seeded)
             for one, config in ((saved_stages[name], saved), (stage, now))
         )
         for key in sorted(before.keys() | after.keys()):
@@ -44,7 +44,7 @@ def order_changes(
     return lines
 
 
-def _decisive(stage: Mapping[str, Any], sequence_length: int, *, seeded: bool) -> dict[str, Any]:
+def _decisive(stage: Mapping[str, Any], sequence_length: int | None, *, seeded: bool) -> dict[str, Any]:
     """What decides the order of a stage: the value of each key, named from the stage on."""
     data = stage["data"]
     dataset = data.get("dataset") or {}

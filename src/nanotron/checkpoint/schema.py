@@ -1,0 +1,156 @@
+"""What the files of a checkpoint may say, whoever wrote them: the kind and range of every value that is read.
+
+What breaks a rule raises ValueError with the place, the value and the rule; readers turn it into ``Damaged``, which
+names the file. Text is parsed to a bounded depth, numbers are bounded, and keys that nobody reads may hold anything.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic_core
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import NotRequired, Required, TypedDict
+
+T = TypeVar("T")
+
+Format = Literal["nanotron-checkpoint"]
+Version = Literal[1]
+MOST = 2**60  # elements and bytes: what is larger overflows somewhere below, and exists nowhere
+
+Count = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Shape = Annotated[tuple[Count, ...], Field(max_length=8)]
+FileName = Annotated[str, Field(pattern=r"^[^/\\]+$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class BoxEntry(TypedDict):
+    """A box in index.json."""
+
+    offset: Shape
+    shape: Shape
+    file: FileName
+    key: str
+    xxh3: Digest
+
+
+class TensorEntry(TypedDict):
+    """A global tensor in index.json."""
+
+    shape: Shape
+    dtype: Literal["F64", "F32", "BF16", "F16", "I64", "I32"]
+    boxes: list[BoxEntry]
+
+
+class FileEntry(TypedDict):
+    """A file in index.json."""
+
+    size: Count
+    xxh3: NotRequired[Digest]
+
+
+class IndexEntry(TypedDict):
+    """index.json."""
+
+    format: Format
+    version: Version
+    step: Count
+    files: dict[FileName, FileEntry]
+    tensors: dict[str, TensorEntry]
+
+
+class State(TypedDict, total=False):
+    """state.json: an imported model's has no position, so only the step is always there."""
+
+    step: Required[Count]
+    consumed: dict[str, Count]
+    consumed_tokens: Count
+    consumed_per_source: dict[str, dict[str, Count]]
+    streams: dict[str, dict[str, Any]]
+    data: dict[str, list[dict[str, Any]]]
+    optimizer_updates: Annotated[Number, Field(ge=0)]
+    lr: Number | None
+
+
+class SavedData(TypedDict, total=False):
+    """The data of a stage in config.yaml."""
+
+    seed: Required[Any]
+    dataset: dict[str, Any] | None
+
+
+class SavedStage(TypedDict, total=False):
+    """A stage in config.yaml."""
+
+    name: Required[str]
+    data: Required[SavedData]
+
+
+class SavedTokens(TypedDict, total=False):
+    """The section ``tokens`` in config.yaml."""
+
+    sequence_length: Count
+
+
+class SavedConfig(TypedDict, total=False):
+    """config.yaml, as far as it is compared with the run's; it may be another version's, or leave defaults out."""
+
+    data_stages: list[SavedStage]
+    tokens: SavedTokens
+
+
+class WeightMap(TypedDict):
+    """model.safetensors.index.json of a Hugging Face model: the file of each tensor."""
+
+    weight_map: dict[str, FileName]
+
+
+class HeaderEntry(TypedDict):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[Count, Count]
+
+
+INDEX = TypeAdapter(IndexEntry)
+STATE = TypeAdapter(State)
+SAVED_CONFIG = TypeAdapter(SavedConfig)
+MAPPING = TypeAdapter(dict[str, Any])
+WEIGHT_MAP = TypeAdapter(WeightMap)
+HEADER = TypeAdapter(dict[str, HeaderEntry])
+HEADER_METADATA = TypeAdapter(dict[str, str])
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text says; raises ValueError, also for one that nests without end."""
+    return pydantic_core.from_json(text)
+
+
+def parse_yaml(text: str) -> Any:
+    """What a YAML text says; raises ValueError, also for one that nests without end."""
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def checked(schema: TypeAdapter[T], value: object) -> T:
+    """A value that keeps to the schema, without the keys that it does not name; raises ValueError."""
+    try:
+        return schema.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(complaint(error)) from None
+
+
+def complaint(error: ValidationError) -> str:
+    """The first thing that is wrong: where, what is there, and what should be."""
+    first = error.errors(include_url=False)[0]
+    rule, where = first["msg"], ".".join(str(part) for part in first["loc"])
+    if first["type"] == "missing":
+        return f"{where}: {rule}"
+    found = json.dumps(first["input"], default=str)
+    return f"{where or 'it'} is {found if len(found) <= 60 else found[:57] + '…'}: {rule}"
