@@ -1,15 +1,13 @@
-"""Who a process is, how many threads it takes, where its run directory is."""
+"""Who a process is, and how many threads it takes."""
 
 import os
 import platform
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanotron.launch.folder import name_of_run, run_directory
 from nanotron.launch.place import Place, num_cores, num_threads
 
 FAULTS = """
@@ -91,33 +89,6 @@ def test_threads_are_the_configs_else_the_environments_else_all(
     asked: int | None, environment: dict[str, str], threads: int
 ) -> None:
     assert num_threads(asked, Place(0, 1, 0, 1), environment) == threads
-
-
-@pytest.mark.parametrize(
-    ("run_dir", "checkpoints", "expected"),
-    [
-        ("here", "ck", "here"),
-        (None, "ck/points", "ck/points"),
-        (None, "s3://bucket/ck", "runs/my-run"),
-    ],
-)
-def test_the_run_directory_is_the_checkpoints_when_those_are_local(
-    run_dir: str | None, checkpoints: str, expected: str
-) -> None:
-    config = SimpleNamespace(
-        general=SimpleNamespace(run_dir=run_dir, run="my-run"),
-        checkpoints=SimpleNamespace(checkpoints_path=checkpoints),
-    )
-    assert str(run_directory(config)) == expected
-
-
-def test_a_runs_name_gets_its_date_and_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    date, job = name_of_run("%date_%jobid").rsplit("_", 1)
-    assert len(date) == len("20260102_030405")
-    assert job == "local"
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert name_of_run("x-%jobid") == "x-77"
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to keep freed memory")

@@ -5,7 +5,7 @@
   environment.json    machine, versions, layout, threads
   tokenizer.json      (and tokenizer_config.json) when the tokenizer is local
   metrics.jsonl  tensorboard/  traces/  failures/
-  .lock               who is at work here (in the folder of the checkpoints, where that is another)
+  .lock               who is at work here (and in the folder of the checkpoints, where that is another)
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ import fcntl
 import json
 import os
 import platform
-import shutil
 import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from nanotron.checkpoint.storage import LocalFolder
+from nanotron.config.document import dump
 from nanotron.data.probe import tokenizer_name
 from nanotron.data.tokenize.tokenizer import tokenizer_file
 from nanotron.errors import ConfigError
+from nanotron.parallel.agreement import Agreement
+from nanotron.parallel.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from nanotron.config import Config
     from nanotron.parallel.mesh import Mesh
 
+T = TypeVar("T")
 PACKAGES = ("nanotron", "torch", "numpy", "pydantic", "safetensors", "tokenizers")
 
 
@@ -50,16 +56,52 @@ def run_directory(config: Config) -> Path:
     return Path(checkpoints) if "://" not in checkpoints else Path("runs") / config.general.run
 
 
-def claim_folder(config: Config) -> IO[str]:
-    """Keep a second run out of the checkpoints' folder while the returned file is open: each would spoil the other's.
+def on_rank_0(what: str, action: Callable[[], T], config: Config, mesh: Mesh, store: Store | None) -> T | None:
+    """Do on rank 0 what touches the run's folders and return its result there; what keeps it from that, all ranks tell.
 
-    For remote checkpoints it is the run directory's. The kernel lets go when the process ends, however it ends; where
-    a file system has no locks nobody is kept out. Raises ConfigError when another run is at work there.
+    Collective through the store. Raises ConfigError on every rank.
     """
-    path = config.checkpoints.checkpoints_path
-    folder = run_directory(config) if "://" in path else Path(path)
+    made: list[T] = []
+
+    def act(_: list[Any]) -> list[str]:
+        try:
+            made.append(action())
+        except ConfigError as mistake:
+            return mistake.problems
+        except OSError as error:
+            file = error.filename2 or error.filename or run_directory(config)
+            return [
+                f"the run directory cannot be written: {file} ({error.strerror}); make room, or set general.run_dir or"
+                " checkpoints.checkpoints_path to another folder"
+            ]
+        return []
+
+    agreement = Agreement(f"folder/{what}", mesh.rank, mesh.world, store, timeout_s=config.general.timeout_s)
+    problems = agreement.decide("done", None, act, doing=f"writing to {run_directory(config)}")
+    if problems:
+        raise ConfigError(problems)
+    return made[0] if made else None
+
+
+def claim_folders(config: Config) -> ExitStack:
+    """Keep a second run out of this one's folders while the returned stack is open: each would spoil the other's.
+
+    The kernel lets go when the process ends, however it ends; where a file system has no locks nobody is kept out.
+    Raises ConfigError when another run is at work in one of them.
+    """
+    checkpoints, copies = config.checkpoint_places
+    places = [(str(run_directory(config)), "general.run_dir"), (checkpoints, "checkpoints.checkpoints_path")]
+    places += [(copies, "s3_upload.upload_s3_path")] if copies is not None else []
+    folders = {os.path.realpath(path): (path, key) for path, key in places if "://" not in path}
+    with ExitStack() as claims:
+        for path, key in folders.values():  # one lock a folder: closing a second file of it would give up the first
+            claims.enter_context(_claim(Path(path), key))
+        return claims.pop_all()
+
+
+def _claim(folder: Path, key: str) -> IO[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / ".lock").open("a+", encoding="utf-8")
+    file = (folder / ".lock").open("a+b", buffering=0)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, it is no child process's too
     except OSError as error:
@@ -67,28 +109,26 @@ def claim_folder(config: Config) -> IO[str]:
             return file
         file.seek(0)
         with file:
-            raise ConfigError(
-                f"another run is at work in {folder} ({file.read().strip()}); wait until it has ended, or set"
-                " checkpoints.checkpoints_path to another folder"
-            ) from error
+            who = file.read().decode().strip()
+        raise ConfigError(
+            f"another run is at work in {folder} ({who}); wait until it has ended, or set {key} to another folder"
+        ) from error
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return file
 
 
 def describe_run(run_dir: Path, config: Config, mesh: Mesh, device: torch.device) -> None:
-    """Write the files that describe the run (rank 0)."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config.save_as_yaml(run_dir / "config.yaml", resolved=True)
-    text = json.dumps(environment(mesh, device), indent=1)
-    (run_dir / "environment.json").write_text(text + "\n", encoding="utf-8")
+    """Write the files that describe the run (rank 0); on a full disk the old ones stay whole."""
+    folder = LocalFolder(str(run_dir))
+    folder.write("config.yaml", [dump(config.to_dict()).encode()])
+    folder.write("environment.json", [json.dumps(environment(mesh, device), indent=1).encode(), b"\n"])
     tokenizer = tokenizer_file(tokenizer_name(config) or "")
     if tokenizer is not None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             source = Path(tokenizer).with_name(name)
             if source.is_file() and source.resolve() != (run_dir / name).resolve():
-                shutil.copyfile(source, run_dir / name)
+                folder.write(name, [source.read_bytes()])
 
 
 def environment(mesh: Mesh, device: torch.device) -> dict[str, Any]:

@@ -15,15 +15,16 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.launch.failures import STACK_SIGNAL, Failure, failure_of, record_path, write_failure
-from nanotron.launch.folder import claim_folder, describe_run, name_of_run, run_directory
+from nanotron.launch.folder import claim_folders, describe_run, name_of_run, on_rank_0, run_directory
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import (
     Place,
@@ -115,11 +116,12 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
     """Set this rank up, train, and end: cleanly, or with a record of what failed."""
     faulthandler.register(STACK_SIGNAL)
     run_dir = run_directory(config)
-    claimed: IO[str] | None = None
+    claimed: ExitStack | None = None
     try:
         device, mesh = _set_up(config, place, peers)
-        claimed = _open_folder(run_dir, config, mesh, peers)
-        record_path(run_dir, place.rank).unlink(missing_ok=True)
+        claimed = _open_folders(config, mesh, peers)
+        with suppress(OSError):  # an older run's, told apart by its time
+            record_path(run_dir, place.rank).unlink(missing_ok=True)
         if place.rank == 0:
             for notice in notices:
                 logger.info(notice)
@@ -179,44 +181,15 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     return device, mesh
 
 
-def _open_folder(run_dir: Path, config: Config, mesh: Mesh, peers: Peers) -> IO[str] | None:
-    """Rank 0 claims the run's folder and makes its directory; what keeps it from that, all ranks tell.
-
-    Returns what holds the claim, on rank 0.
-    """
-    problem, claimed = "", None
-    if mesh.rank == 0:
-        try:
-            claimed = claim_folder(config)
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except ConfigError as mistake:
-            problem = str(mistake)
-        except OSError as error:
-            problem = _unwritable(run_dir, error)
-    problem = peers.agree_on("run directory", problem)
-    if problem:
-        raise ConfigError(problem)
-    return claimed
+def _open_folders(config: Config, mesh: Mesh, peers: Peers) -> ExitStack | None:
+    """Rank 0 makes and claims the run's folders, and returns what holds the claim."""
+    return on_rank_0("claim", partial(claim_folders, config), config, mesh, peers.training_store)
 
 
 def _describe(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, peers: Peers) -> None:
-    """Rank 0 writes what describes the run; what keeps it from that, all ranks tell."""
-    problem = ""
-    if mesh.rank == 0:
-        try:
-            describe_run(run_dir, config, mesh, device)
-        except OSError as error:
-            problem = _unwritable(run_dir, error)
-    problem = peers.agree_on("run description", problem)
-    if problem:
-        raise ConfigError(problem)
-
-
-def _unwritable(run_dir: Path, error: OSError) -> str:
-    return (
-        f"the run directory cannot be written: {error.filename or run_dir} ({error.strerror}); make room, or"
-        " set general.run_dir or checkpoints.checkpoints_path to another folder"
-    )
+    """Rank 0 writes what describes the run."""
+    describe = partial(describe_run, run_dir, config, mesh, device)
+    on_rank_0("description", describe, config, mesh, peers.training_store)
 
 
 def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:

@@ -61,11 +61,15 @@ def keep_steps(path: Path, *, last: int) -> None:
     """Rewrite a metrics.jsonl to its steps up to ``last``, atomically; a line cut short by a kill is dropped."""
     kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last]
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

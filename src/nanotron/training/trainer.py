@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,7 @@ from nanotron.data.feed import EndOfData, Feed, StepData
 from nanotron.data.order.changes import order_changes
 from nanotron.data.sources.fingerprint import fingerprint_changes
 from nanotron.launch import codes
-from nanotron.launch.folder import run_directory
+from nanotron.launch.folder import on_rank_0, run_directory
 from nanotron.logging import get_logger
 from nanotron.metrics.profiler import profiled
 from nanotron.metrics.record import Metrics
@@ -66,7 +67,8 @@ def train(
     if config.model.compile:
         logger.info("compiling in the first step, and again where sequences become longer or shorter")
     feed = _open_feed(config, mesh, device, start, allow_data_change=allow_data_change)
-    metrics = Metrics(config, mesh, run_directory(config), device=device, start_step=start.step)
+    open_metrics = partial(Metrics, config, mesh, run_directory(config), device=device, start_step=start.step)
+    metrics = on_rank_0("metrics", open_metrics, config, mesh, store) or open_metrics()
     checkpoints = config.checkpoints
     path, copy_to = config.checkpoint_places
     saver = Saver(
