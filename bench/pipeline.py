@@ -23,12 +23,12 @@ from torch import Tensor
 from bench.peers.pipelining import TorchPipeline
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
-from nanotron.models.decoder import Llama
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
 from nanotron.pipeline.timeline import Span, Timeline, execute
 from nanotron.pipeline.trace import costs_of
-from nanotron.training.topology import layers_of_stages, parameter_specs, pipeline_schedule
+from nanotron.training.build import build_chunks, chunk_options
+from nanotron.training.topology import layers_of_stages, modules_of_stages, pipeline_schedule
 
 RANKS, ROWS, TOKENS, VOCABULARY = 2, 4, 256, 4096
 OURS = ("1f1b", "zb_h1", "zbv")
@@ -70,24 +70,20 @@ def tokens_of(microbatches: int) -> Tensor:
 def ours(mesh: Mesh, name: str, microbatches: int, options: argparse.Namespace) -> Contender:
     """One of our schedules."""
     config = config_of(name, microbatches, options)
-    schedule, layers, specs = pipeline_schedule(config), layers_of_stages(config), parameter_specs(config)
-    chunks = []
-    for index in range(schedule.num_chunks):
-        stage = schedule.placement(mesh.coord("pp"), index)
-        ends = {"embed": stage == 0, "head": stage == schedule.num_stages - 1}
-        shape = config.model.model_config
-        chunk = Llama(shape, specs, Mesh(), layers=layers[stage], dtype=torch.float32, device="cpu", **ends)
+    schedule, buffers = pipeline_schedule(config), []
+    chunks = build_chunks(config, Mesh(), modules_of_stages(config, mesh.coord("pp")), chunk_options(config, "cpu"))
+    for chunk in chunks:
         chunk.initialize(0)
-        chunk.weight_grads.into.update({weight: torch.zeros_like(weight) for weight in chunk.weights.values()})
-        chunks.append(chunk)
+        for weight in chunk.weights.values():
+            buffers.append(torch.zeros_like(weight))
+            chunk.hooks.weight_grads.bind(weight, buffers[-1])
     pipeline = Pipeline(chunks, schedule, mesh, hidden_size=options.hidden, dtype=torch.float32, device="cpu")
     positions = torch.arange(TOKENS).expand(ROWS, TOKENS)
     batches = [Batch(part, part, positions) for part in tokens_of(microbatches).chunk(microbatches)]
 
     def run() -> list[Span]:
-        for chunk in chunks:
-            for buffer in chunk.weight_grads.into.values():
-                buffer.zero_()
+        for buffer in buffers:
+            buffer.zero_()
         pipeline.spans = []
         pipeline.run(batches, 1.0)
         return pipeline.spans

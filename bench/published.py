@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from nanotron.config import Config, get_config_from_dict
-from nanotron.models.flops import flops_per_step
+from nanotron.models.families import flops_per_step
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.predict import Plan, Planner
 

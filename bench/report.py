@@ -12,7 +12,7 @@ from bench.contenders import Contender, Subject
 from bench.limit import flops
 from bench.runner import Measured
 from bench.shapes import Shape
-from nanotron.models.flops import flops_per_step
+from nanotron.models.flops import decoder_layer_flops, head_flops
 
 LIMIT = Contender("matrix products alone", "bench.limit", batch_policy=True)
 HEADER = ("", "tokens/s", "quartiles", "ours ÷ it", "quartiles", "of limit", "first loss")
@@ -65,7 +65,8 @@ def matmul_rate(subject: Subject, shape: Shape, measured: Mapping[str, Measured]
 
 def flops_per_token(shape: Shape) -> float:
     """Model FLOPs of forward and backward."""
-    return flops_per_step(shape, num_samples=1, sequence_length=shape.sequence_length) / shape.sequence_length
+    layers = shape.num_hidden_layers * decoder_layer_flops(shape, "dense", shape.sequence_length)
+    return 3 * (layers + head_flops(shape, shape.sequence_length)) / shape.sequence_length
 
 
 def _line(contender: Contender, shape: Shape, measured: Mapping[str, Measured], peak: float | None) -> Line:

@@ -27,8 +27,8 @@ from nanotron.data.probe import (
 )
 from nanotron.errors import ConfigError
 from nanotron.logging import human_format
+from nanotron.models.families import family_of
 from nanotron.models.hf_nanotron_names import matching
-from nanotron.models.specs import llama_specs
 from nanotron.pipeline.custom import find_problems, is_custom
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
 from nanotron.training.topology import layers_of_stages, parameter_specs, pipeline_schedule
@@ -179,7 +179,7 @@ def _schedule_can_run(config: Config) -> Findings:
 
 @_probe("optimizer.weight_decay_exclude_named_params", "model.model_config")
 def _patterns_match_parameters(config: Config) -> Findings:
-    names = list(llama_specs(config.model.model_config))
+    names = list(family_of(config.model.model_config).specs(config.model.model_config))
     for index, pattern in enumerate(config.optimizer.weight_decay_exclude_named_params):
         key = f"optimizer.weight_decay_exclude_named_params[{index}]"
         try:

@@ -6,10 +6,10 @@ import pytest
 
 from nanotron.config import LlamaConfig
 from nanotron.models.hf_nanotron_names import existing_name, matching
-from nanotron.models.specs import llama_specs
+from nanotron.models.specs import decoder_specs
 
 NAMES = list(
-    llama_specs(
+    decoder_specs(
         LlamaConfig(hidden_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16, attention_bias=True)
     )
 )

@@ -10,8 +10,8 @@ import torch
 from nanotron.batch import Batch
 from nanotron.checkpoint.format import Piece
 from nanotron.config.model import ModelConfig
-from nanotron.models.decoder import Llama
-from nanotron.models.specs import llama_specs
+from nanotron.models.decoder import ChunkOptions, DecoderChunk
+from nanotron.models.specs import StageModules, decoder_specs
 from nanotron.parallel.mesh import Mesh
 
 SHAPE = {
@@ -72,7 +72,7 @@ def weight_pieces(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh:
     """Empty weights of the shards that a rank holds."""
     mesh = mesh or Mesh()
     pieces = []
-    for spec in llama_specs(config).values():
+    for spec in decoder_specs(config).values():
         box = spec.local_box(mesh)
         pieces.append(Piece("weight", spec.name, spec.shape, box, torch.full(box.shape, float("nan"), dtype=dtype)))
     return pieces
@@ -81,16 +81,7 @@ def weight_pieces(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh:
 def logits_of(config: ModelConfig, pieces: list[Piece], tokens: torch.Tensor) -> torch.Tensor:
     """Our model's logits [b, s, V] with these whole weights."""
     dtype = pieces[0].tensor.dtype
-    model = Llama(
-        config,
-        llama_specs(config),
-        Mesh(),
-        layers=(0, config.num_hidden_layers),
-        embed=True,
-        head=True,
-        dtype=dtype,
-        device="cpu",
-    )
+    model = DecoderChunk(config, decoder_specs(config), Mesh(), StageModules.whole(config), ChunkOptions(dtype))
     with torch.no_grad():
         for piece in pieces:
             model.weights[piece.name].copy_(piece.tensor)

@@ -13,7 +13,7 @@ from nanotron.checkpoint.read import load
 from nanotron.convert.importing import import_weights, parse_model_config, read_model_config
 from nanotron.convert.sources import load_weights
 from nanotron.errors import ConfigError
-from nanotron.models.specs import llama_specs
+from nanotron.models.specs import decoder_specs
 from nanotron.parallel.mesh import Mesh
 from tests.convert.models import weight_pieces
 
@@ -47,7 +47,7 @@ def write_existing(folder: Path, values: dict[str, object], tp: int) -> dict[str
     """Write a checkpoint of random weights cut over ``tp`` ranks; returns them by our names."""
     config = parse_model_config({**values, "_attn_implementation": "sdpa"}, "test")
     torch.manual_seed(0)
-    ours = {name: torch.randn(spec.shape) for name, spec in llama_specs(config).items()}
+    ours = {name: torch.randn(spec.shape) for name, spec in decoder_specs(config).items()}
     model = folder / "model"
     place(model, "model.token_position_embeddings.pp_block.token_embedding.weight", ours["embed.weight"], [32], 0, tp)
     place(model, "model.final_layer_norm.pp_block.weight", ours["norm.weight"], [], None, tp)

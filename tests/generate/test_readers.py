@@ -17,7 +17,7 @@ from nanotron.convert.exporting import export_hf
 from nanotron.convert.sources import load_weights
 from nanotron.errors import ConfigError
 from nanotron.generate.source import laid_out, open_source
-from nanotron.models.specs import llama_specs
+from nanotron.models.specs import decoder_specs
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.topology import mesh_axes
 from tests.generate.tiny import decoder_of
@@ -44,7 +44,7 @@ def load_all(step: str, config: LlamaConfig) -> None:
     """Fill every weight of the model, as a run does that starts from it."""
     pieces = [
         Piece("weight", name, spec.shape, spec.local_box(Mesh()), torch.empty(spec.shape))
-        for name, spec in llama_specs(config).items()
+        for name, spec in decoder_specs(config).items()
     ]
     load_weights(step, pieces, config)
 

@@ -21,8 +21,8 @@ from nanotron.generate.decode import Decoder
 from nanotron.generate.model import load_model
 from nanotron.generate.sampling import Sampling
 from nanotron.generate.source import Source, laid_out, open_source
-from nanotron.models.decoder import Llama
-from nanotron.models.specs import llama_specs
+from nanotron.models.decoder import ChunkOptions, DecoderChunk
+from nanotron.models.specs import StageModules, decoder_specs
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.topology import mesh_axes
 
@@ -53,17 +53,9 @@ def write_run(folder: Path, **facts: Any) -> Path:
         }
     )
     assert config.model.model_config.vocab_size % 2, "tp cuts the vocabulary unevenly"
-    specs = llama_specs(config.model.model_config, std=0.3)
-    model = Llama(
-        config.model.model_config,
-        specs,
-        Mesh(),
-        layers=(0, 3),
-        embed=True,
-        head=True,
-        dtype=torch.float32,
-        device="cpu",
-    )
+    specs = decoder_specs(config.model.model_config, std=0.3)
+    shape = config.model.model_config
+    model = DecoderChunk(shape, specs, Mesh(), StageModules.whole(shape), ChunkOptions())
     model.initialize(seed=1)
     pieces = [
         Piece("weight", name, specs[name].shape, specs[name].local_box(Mesh()), weight.data)
@@ -81,7 +73,7 @@ def model_config_json(config_file: Path) -> str:
     return json.dumps(yaml.safe_load(config_file.read_text())["model"]["model_config"])
 
 
-def whole_model(source: Source) -> Llama:
+def whole_model(source: Source) -> DecoderChunk:
     """The model on one device."""
     return load_model(source.path, laid_out(source.config, tp=1, pp=1), Mesh(), CPU)
 
@@ -114,7 +106,7 @@ def made(
     return rows
 
 
-def training_logits(model: Llama, ids: list[int]) -> Tensor:
+def training_logits(model: DecoderChunk, ids: list[int]) -> Tensor:
     """The logits [s, V] of one row, by the forward that training uses: no cache, no padding."""
     tokens = torch.tensor([ids])
     positions = torch.arange(len(ids))[None]

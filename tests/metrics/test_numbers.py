@@ -1,12 +1,11 @@
 """Numbers for people, FLOPs, device facts."""
 
-from types import SimpleNamespace
-
 import pytest
 
+from nanotron.config import LlamaConfig
 from nanotron.logging import human_duration, human_format
 from nanotron.metrics.devices import find_device, known_devices
-from nanotron.models.flops import flops_per_step
+from nanotron.models.families import flops_per_step
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ def test_human_duration_shows_the_two_largest_units(seconds: float, text: str) -
 
 
 def test_flops_equal_the_golden_value_of_the_existing_nanotron() -> None:
-    model = SimpleNamespace(
+    model = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,

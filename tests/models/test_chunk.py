@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
-from nanotron.models.decoder import Llama
-from nanotron.models.specs import llama_specs
+from nanotron.models.decoder import ChunkOptions, DecoderChunk
+from nanotron.models.specs import StageModules, decoder_specs
 from nanotron.ops.attention import causal_attention, document_mask
 from nanotron.parallel.comm import all_reduce
 from nanotron.parallel.mesh import Mesh, training_axes
@@ -52,21 +52,14 @@ def test_initial_weights_do_not_depend_on_the_layout(family: str, tp: int, pp: i
     config = tiny_config(family, num_hidden_layers=3, attention_bias=True)
     one = whole_model(config, dtype=torch.float32)
     axes = training_axes(dp=1, tp=tp, pp=pp, num_key_value_heads=2)
-    specs = llama_specs(config)
+    specs = decoder_specs(config)
     pieces: dict[str, list[Piece]] = {name: [] for name in specs}
     for rank in range(tp * pp):
         mesh = Mesh(axes, rank)
         stage = mesh.coord("pp")
-        chunk = Llama(
-            config,
-            specs,
-            mesh,
-            layers=(3 * stage // pp, 3 * (stage + 1) // pp),
-            embed=stage == 0,
-            head=stage == pp - 1,
-            dtype=torch.float32,
-            device="cpu",
-        )
+        layers = range(3 * stage // pp, 3 * (stage + 1) // pp)
+        modules = StageModules(layers, embed=stage == 0, head=stage == pp - 1)
+        chunk = DecoderChunk(config, specs, mesh, modules, ChunkOptions())
         chunk.initialize(seed=7)
         disturb(chunk)
         for name, weight in chunk.weights.items():
@@ -79,16 +72,7 @@ def test_another_seed_or_name_gives_other_weights_and_residual_matrices_start_sm
     config = tiny_config()
     models = []
     for seed in (1, 1, 2):
-        model = Llama(
-            config,
-            llama_specs(config, std=0.02),
-            Mesh(),
-            layers=(0, 2),
-            embed=True,
-            head=True,
-            dtype=torch.float32,
-            device="cpu",
-        )
+        model = DecoderChunk(config, decoder_specs(config), Mesh(), StageModules.whole(config), ChunkOptions())
         model.initialize(seed)
         models.append({name: weight.detach() for name, weight in model.weights.items()})
     for name, weight in models[0].items():
@@ -116,7 +100,7 @@ def run_on_rank(rank: int, world: int, family: str, facts: dict[str, Any], optio
     for name, grad in gradients(model).items():
         spec = model.specs[name]
         for axis in spec.partial_grad:
-            grad = all_reduce(grad, mesh.group(axis))
+            grad = all_reduce(grad, mesh.group(axis, purpose="gradients"))
         pieces[name] = (spec.local_box(mesh), grad)
     first = model.specs["embed.weight"].local_box(mesh)
     columns = Box((0, 0, first.offset[0]), (*batch.tokens.shape, first.shape[0]))
@@ -181,14 +165,15 @@ def test_deferred_weight_gradients_equal_immediate_ones_and_each_is_reported_onc
         buffers = {name: torch.zeros_like(weight) for name, weight in model.weights.items()}
         names: dict[Tensor, str] = {weight: name for name, weight in model.weights.items()}
         reported: list[str] = []
-        model.weight_grads.into = {model.weights[name]: buffer for name, buffer in buffers.items()}
-        model.weight_grads.ready = partial(report, reported, names)
-        model.weight_grads.defer = defer
-        mean_loss(model, batch)[1].backward()  # type: ignore[no-untyped-call]
+        weight_grads = model.hooks.weight_grads
+        for name, buffer in buffers.items():
+            weight_grads.bind(model.weights[name], buffer, partial(report, reported, names))
+        with weight_grads.deferring(defer):
+            mean_loss(model, batch)[1].backward()  # type: ignore[no-untyped-call]
         assert bool(reported) != defer
-        for job in model.weight_grads.take():
+        for job in weight_grads.take():
             job()
-        assert model.weight_grads.take() == []
+        assert weight_grads.take() == []
         through_autograd = {name for name, weight in model.weights.items() if weight.grad is not None}
         assert all("norm" in name for name in through_autograd)
         assert all(

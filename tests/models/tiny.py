@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.config.model import LlamaConfig, ModelConfig, Qwen2Config, Qwen3Config
-from nanotron.models.decoder import Llama
-from nanotron.models.specs import llama_specs
+from nanotron.models.decoder import ChunkOptions, DecoderChunk
+from nanotron.models.specs import StageModules, decoder_specs
 from nanotron.parallel.mesh import Mesh
 
 VOCABULARY = 257
@@ -41,18 +41,17 @@ def tiny_batch(rows: int = 2, length: int = 24, seed: int = 0) -> Batch:
     return Batch(tokens, labels, torch.arange(length).expand(rows, -1).contiguous())
 
 
-def whole_model(config: ModelConfig, mesh: Mesh | None = None, *, dtype: torch.dtype, **options: Any) -> Llama:
+def whole_model(config: ModelConfig, mesh: Mesh | None = None, *, dtype: torch.dtype, **options: Any) -> DecoderChunk:
     """The model as one chunk on one rank of a mesh, with weights that leave nothing at its neutral value."""
     mesh = mesh or Mesh()
-    specs = llama_specs(config, sequence_parallel=options.get("sequence_parallel", False))
-    layers = (0, config.num_hidden_layers)
-    model = Llama(config, specs, mesh, layers=layers, embed=True, head=True, dtype=dtype, device="cpu", **options)
+    specs = decoder_specs(config, sequence_parallel=options.get("sequence_parallel", False))
+    model = DecoderChunk(config, specs, mesh, StageModules.whole(config), ChunkOptions(dtype, **options))
     model.initialize(seed=7)
     disturb(model)
     return model
 
 
-def disturb(model: Llama) -> None:
+def disturb(model: DecoderChunk) -> None:
     """Move norms and biases away from ones and zeros, where a missing or misplaced one would not show."""
     for name, weight in model.weights.items():
         spec = model.specs[name]
@@ -65,13 +64,13 @@ def disturb(model: Llama) -> None:
             weight.data.mul_(3.0)
 
 
-def mean_loss(model: Llama, batch: Batch) -> tuple[Tensor, Tensor]:
+def mean_loss(model: DecoderChunk, batch: Batch) -> tuple[Tensor, Tensor]:
     """(logits, mean loss over the valid tokens)."""
     logits, losses, _ = model(None, batch)
     return logits, sum(losses.values(), torch.zeros(())) / (batch.labels != IGNORED_LABEL).sum()
 
 
-def gradients(model: Llama) -> dict[str, Tensor]:
+def gradients(model: DecoderChunk) -> dict[str, Tensor]:
     """Every weight's gradient by global name."""
     found = {}
     for name, weight in model.weights.items():

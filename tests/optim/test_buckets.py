@@ -120,7 +120,7 @@ def weights_under_way(rank: int, world: int) -> list[tuple[str, list[str]]]:
     buckets.start_gather()
     seen = []
     for block in ("embed.weight", "layers.0", "layers.1"):
-        chunk.before_use(block)
+        chunk.hooks.before_block(block)
         seen.append((block, [bucket.slots[0].spec.name for bucket in buckets.all if bucket.works]))
     return seen
 

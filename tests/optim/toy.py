@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotron.ops.weight_grads import WeightGrads
+from nanotron.ops.chunk import Hooks
 from nanotron.optim.buckets import Buckets
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Init, ParamSpec
@@ -19,15 +19,14 @@ class ToyChunk:
         self.weights = {
             spec.name: nn.Parameter(whole(spec, seed=1)[spec.local_box(mesh).slices()].to(dtype)) for spec in specs
         }
-        self.weight_grads = WeightGrads()
-        self.before_use = lambda block: None
+        self.hooks = Hooks()
 
     def uses(self, name: str, sequence_length: int) -> int:
         return 1
 
     def contribute(self, name: str, grad: torch.Tensor) -> None:
         """What a layer's backward does with one microbatch's gradient of a weight."""
-        self.weight_grads.add(self.weights[name], lambda buffer: buffer.add_(grad))
+        self.hooks.weight_grads.add(self.weights[name], lambda buffer: buffer.add_(grad))
 
 
 def whole(spec: ParamSpec, seed: int) -> torch.Tensor:

@@ -7,15 +7,14 @@ depends on how long its weight gradients take. With one communicator for both, r
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nanotron.ops.chunk import Hooks
 from nanotron.ops.linear import TensorParallel, linear
-from nanotron.ops.weight_grads import WeightGrads
 from nanotron.optim.buckets import Buckets
 from nanotron.parallel.comm import copy_to, sum_from
 from nanotron.parallel.mesh import Mesh
@@ -39,9 +38,8 @@ class ExchangingStage(nn.Module):
             name: ParamSpec(name, tuple(weight.shape), Init("ones"), decay=True)
             for name, weight in self.weights.items()
         }
-        self.weight_grads = WeightGrads()
-        self.tp = TensorParallel(Mesh(), self.weight_grads)
-        self.before_use: Callable[[str], None] = lambda block: None
+        self.hooks = Hooks()
+        self.tp = TensorParallel(Mesh(), self.hooks.weight_grads)
 
     def uses(self, name: str, sequence_length: int) -> int:
         return 1

@@ -177,7 +177,7 @@ def order_of_events(rank: int, world: int, name: str, slow: int | None) -> tuple
 
     chunk = pipeline.chunks[0]
     wrap(chunk, around)
-    take = chunk.weight_grads.take
+    take = chunk.hooks.weight_grads.take
 
     def named(job: Callable[[], None], name: str) -> Callable[[], None]:
         def run() -> None:
@@ -191,7 +191,7 @@ def order_of_events(rank: int, world: int, name: str, slow: int | None) -> tuple
         calls["B"] += 1
         return [named(job, f"W{calls['B'] - 1}") for job in jobs]
 
-    chunk.weight_grads.take = take_and_note
+    chunk.hooks.weight_grads.take = take_and_note
     pipeline.run(toy_batches(5), 1.0)
     return events, [chunk.gradients()]
 

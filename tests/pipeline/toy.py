@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nanotron.ops.chunk import Hooks
 from nanotron.ops.linear import TensorParallel, linear
-from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
 from nanotron.pipeline.schedules import Schedule, get_schedule
@@ -34,11 +34,11 @@ class ToyStage(nn.Module):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)))
         self.scale = nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))  # its gradient is never deferred
-        self.weight_grads = WeightGrads()
-        for name in shapes:
-            weight = self.get_parameter(name)
-            self.weight_grads.into[weight] = torch.zeros_like(weight)
-        self.tp = TensorParallel(Mesh(), self.weight_grads)
+        self.hooks = Hooks()
+        self.buffers = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
+        for name, buffer in self.buffers.items():
+            self.hooks.weight_grads.bind(self.get_parameter(name), buffer)
+        self.tp = TensorParallel(Mesh(), self.hooks.weight_grads)
 
     def forward(self, x: Tensor | None, batch: ToyBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         if x is None:
@@ -51,10 +51,7 @@ class ToyStage(nn.Module):
 
     def gradients(self) -> dict[str, Tensor]:
         """What the last batches added up, by parameter."""
-        deferred = {name: self.weight_grads.into.get(weight) for name, weight in self.named_parameters()}
-        return {
-            name: weight.grad if deferred[name] is None else deferred[name] for name, weight in self.named_parameters()
-        }
+        return {name: self.buffers.get(name, weight.grad) for name, weight in self.named_parameters()}
 
 
 def toy_batches(count: int) -> list[ToyBatch]:

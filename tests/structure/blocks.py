@@ -8,10 +8,11 @@ import torch
 
 from nanotron.batch import Batch
 from nanotron.config import Config
+from nanotron.models.specs import StageModules
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting
 from nanotron.plan.measure import measure_chunk
-from nanotron.training.step import Held, build_buckets, build_chunks
+from nanotron.training.build import build_buckets, build_chunks, chunk_options
 from nanotron.training.topology import mesh_axes
 
 
@@ -36,7 +37,9 @@ def _real(config: Config, mesh: Mesh, layers: int) -> PerBlock:
     tokens = config.tokens
     shape = tokens.micro_batch_size, tokens.sequence_length
     with Counting() as counter:
-        (chunk,) = build_chunks(config, mesh, [Held((0, layers), True, False)], "cpu")
+        (chunk,) = build_chunks(
+            config, mesh, [StageModules(range(layers), embed=True, head=False)], chunk_options(config, "cpu")
+        )
         chunk.initialize(seed=1)
         buckets = build_buckets(config, mesh, [chunk])
         buckets.start(1, tokens.sequence_length)
@@ -54,7 +57,8 @@ def _real(config: Config, mesh: Mesh, layers: int) -> PerBlock:
 def planned_block(config: Config, *, accelerator: bool, layers: int = 2) -> PerBlock:
     """The same as the planner says it."""
     low, high = (
-        measure_chunk(config, Held((0, count), False, False), accelerator=accelerator) for count in (layers, layers + 1)
+        measure_chunk(config, StageModules(range(count), embed=False, head=False), accelerator=accelerator)
+        for count in (layers, layers + 1)
     )
     return _added(
         *(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from pydantic import BeforeValidator, Discriminator, Tag
 from pydantic_core import PydanticCustomError
@@ -200,12 +200,12 @@ class Qwen3Config(ModelConfig):
         return True
 
 
+from nanotron.models import families  # noqa: E402  # after the classes that its table names
+
 FAMILIES: dict[str, type[ModelConfig]] = {
-    "is_llama_config": LlamaConfig,
-    "is_mistral_config": MistralConfig,
-    "is_qwen2_config": Qwen2Config,
-    "is_qwen3_config": Qwen3Config,
+    f"is_{name}_config": family.config for name, family in families.FAMILIES.items()
 }
+"""Marker -> the class that a mapping with it is read as."""
 
 
 def _family(value: Any) -> str:
@@ -216,13 +216,13 @@ def _family(value: Any) -> str:
     return type(value).__name__ if isinstance(value, ModelConfig) else LlamaConfig.__name__
 
 
-AnyModelConfig = Annotated[
-    Annotated[LlamaConfig, Tag("LlamaConfig")]
-    | Annotated[MistralConfig, Tag("MistralConfig")]
-    | Annotated[Qwen2Config, Tag("Qwen2Config")]
-    | Annotated[Qwen3Config, Tag("Qwen3Config")],
-    Discriminator(_family),
-]
+if TYPE_CHECKING:
+    AnyModelConfig = ModelConfig
+else:
+    AnyModelConfig = Annotated[
+        Union[tuple(Annotated[cls, Tag(cls.__name__)] for cls in FAMILIES.values())],  # noqa: UP007
+        Discriminator(_family),
+    ]
 
 
 @section

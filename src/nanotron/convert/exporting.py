@@ -22,9 +22,9 @@ from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import OURS, half_split, kind_of
 from nanotron.convert.tokenizer import copy_tokenizer, read_tokenizer
 from nanotron.errors import ConfigError
+from nanotron.models.families import family_of
 from nanotron.models.hf_config import hf_config
 from nanotron.models.hf_tensors import Part, hugging_face_parts
-from nanotron.models.specs import llama_specs
 from nanotron.parallel.agreement import alone
 
 EXPORT_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -43,7 +43,7 @@ def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_sha
     refuse_damage(found.path, alone())
     tensors = CheckpointTensors(open_folder(found.path))
     config = read_model_config(found.path)
-    specs = llama_specs(config)
+    specs = family_of(config).specs(config)
     for name, spec in specs.items():
         if tensors.shape("weight", name) != spec.shape:
             raise ConfigError(f"{found.path}: its weight {name} is not what its model_config.json describes")

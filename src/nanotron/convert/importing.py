@@ -25,8 +25,8 @@ from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open
 from nanotron.convert.tokenizer import copy_tokenizer
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
+from nanotron.models.families import family_of
 from nanotron.models.hf_config import model_config_from_hf
-from nanotron.models.specs import llama_specs
 from nanotron.parallel.params import Box, ParamSpec
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def import_weights(
         tell(line)
     folder = new_folder(target).join(str(step))
     folder.make()
-    planned = [_plan(spec, tensors) for spec in llama_specs(config).values()]
+    planned = [_plan(spec, tensors) for spec in family_of(config).specs(config).values()]
     groups = split_by_size(planned, max_shard_bytes)
     reports = []
     for rank, group in enumerate(groups):

@@ -24,8 +24,8 @@ from nanotron.checkpoint.storage import Folder, open_folder, read_header, read_t
 from nanotron.checkpoint.verify import refuse_damage
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
+from nanotron.models.families import family_of
 from nanotron.models.hf_tensors import Part, existing_nanotron_parts, hugging_face_parts
-from nanotron.models.specs import llama_specs
 from nanotron.parallel.agreement import Agreement, alone
 from nanotron.parallel.params import Box, intersect
 
@@ -64,7 +64,7 @@ def open_weights(path: str, config: ModelConfig) -> CheckpointWeights | ForeignT
     files = hugging_face_files(folder) if found.kind == HUGGING_FACE else existing_nanotron_files(folder)
     _check_depth(found.path, config, len(files))
     parts = hugging_face_parts if found.kind == HUGGING_FACE else existing_nanotron_parts
-    return ForeignTensors(folder, files, parts(config, llama_specs(config)), config)
+    return ForeignTensors(folder, files, parts(config, family_of(config).specs(config)), config)
 
 
 def _check_depth(path: str, config: ModelConfig, num_tensors: int) -> None:
@@ -125,7 +125,7 @@ class CheckpointWeights(CheckpointTensors):
         self.ignored: list[str] = []
         _check_depth(folder.path, config, len(self.index.tensors))
         held = {name.removeprefix("weight/") for name in self.index.tensors if name.startswith("weight/")}
-        refuse_unknown(folder, held - llama_specs(config).keys())
+        refuse_unknown(folder, held - family_of(config).specs(config).keys())
 
 
 NOT_COMPUTED = re.compile(r"(?!model\.)|.*\.rotary_emb\.inv_freq$")
@@ -150,7 +150,7 @@ class ForeignTensors:
 
     def __init__(self, folder: Folder, files: Files, parts: Mapping[str, list[Part]], config: ModelConfig) -> None:
         self._folder, self._files, self._parts = folder, files, parts
-        self._shapes = {name: spec.shape for name, spec in llama_specs(config).items()}
+        self._shapes = {name: spec.shape for name, spec in family_of(config).specs(config).items()}
         self._head_dim = config.head_dim
         self._check()
         unused = files.keys() - {part.tensor for of_one in parts.values() for part in of_one}

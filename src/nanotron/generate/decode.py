@@ -22,7 +22,7 @@ from torch import Tensor
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.generate.sampling import Sampling, choose
 from nanotron.models.cache import LayerCache, new_cache
-from nanotron.models.decoder import Llama
+from nanotron.models.decoder import DecoderChunk
 from nanotron.parallel.comm import all_gather
 from nanotron.parallel.mesh import Mesh
 
@@ -33,7 +33,7 @@ class Decoder:
     ``end``: the token that ends a text. Every method is collective: all ranks call it with the same arguments.
     """
 
-    def __init__(self, model: Llama, mesh: Mesh, device: torch.device, end: int | None) -> None:
+    def __init__(self, model: DecoderChunk, mesh: Mesh, device: torch.device, end: int | None) -> None:
         self._model, self._mesh, self._device, self._end = model, mesh, device, end
         self._dtype = next(model.parameters()).dtype
         self._first = mesh.coord("pp") == 0

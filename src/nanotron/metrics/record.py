@@ -14,7 +14,7 @@ from nanotron.metrics.devices import find_device
 from nanotron.metrics.memory import memory_gib
 from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases, read_rows
 from nanotron.metrics.spikes import LossSpikes
-from nanotron.models.flops import flops_per_step
+from nanotron.models.families import flops_per_step
 from nanotron.parallel.mesh import Mesh
 
 if TYPE_CHECKING:

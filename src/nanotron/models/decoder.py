@@ -1,4 +1,4 @@
-"""The Llama family (Llama, Mistral, Qwen2, Qwen3 dense) as one pipeline chunk: some of its layers, maybe its two ends.
+"""A decoder as one pipeline chunk: some of its layers, maybe its two ends (Llama, Mistral, Qwen2, Qwen3).
 
     b rows   s tokens   t tensor-parallel ranks   d hidden size   f intermediate size   h query heads   e head dim
     "local" sizes: h/t heads and f/t features live on a rank. x between blocks is [b, s, d], or [b, s/t, d] under
@@ -10,7 +10,8 @@ The families differ in which biases and norms their parameter table has (models/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,14 @@ from torch.utils.checkpoint import checkpoint
 
 from nanotron.batch import Batch
 from nanotron.models.cache import LayerCache
-from nanotron.models.specs import EMBED, FINAL_NORM, head_name
+from nanotron.models.specs import EMBED, FINAL_NORM, StageModules, dense_layers, head_name
 from nanotron.ops.attention import causal_attention
+from nanotron.ops.chunk import Hooks
 from nanotron.ops.cross_entropy import cross_entropy
 from nanotron.ops.embedding import embedding
 from nanotron.ops.fused import Fuse, add_and_norm, as_written, queries_and_keys, rms_norm, swiglu
 from nanotron.ops.linear import TensorParallel, linear
 from nanotron.ops.rope import Rotary, rotary_frequencies
-from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.comm import copy_to, gather
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import ParamSpec, draw
@@ -36,46 +37,62 @@ if TYPE_CHECKING:
 Make = Callable[[str], nn.Parameter]
 
 
-class Llama(nn.Module):
-    """One chunk: decoder layers [lo, hi), with the embedding and the head only where they belong.
+@dataclass(frozen=True)
+class ChunkOptions:
+    """How a chunk computes: speed and memory depend on it, and no number but for rounding."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    sequence_parallel: bool = False
+    recompute: bool = False
+    """Activation checkpointing: keep each layer's input only, and compute the layer again in backward."""
+    recompute_allgather: bool = True
+    """Under sequence parallelism, keep this rank's tokens of a gathered input only, and gather it again in backward."""
+    overlap: bool = False
+    """Multiply while tensors are under way over tp."""
+    loss_chunk: int | None = None
+    """Tokens of a row whose logits exist at once; None: all."""
+    fuse: Fuse = as_written
+    """How elementwise work runs."""
+
+
+class DecoderChunk(nn.Module):
+    """One chunk: the layers of ``modules``, with the embedding and the head only where they belong.
 
     ``weights`` maps global names to this chunk's local shards. Values are undefined until ``initialize`` or a load.
     """
+
+    mlps: ClassVar[Mapping[str, Callable[..., nn.Module]]]
+    """The second half of a layer, by the layer's kind."""
 
     def __init__(
         self,
         config: ModelConfig,
         specs: Mapping[str, ParamSpec],
         mesh: Mesh,
+        modules: StageModules,
+        options: ChunkOptions,
+        hooks: Hooks | None = None,
         *,
-        layers: tuple[int, int],
-        embed: bool,
-        head: bool,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        sequence_parallel: bool = False,
-        recompute: bool = False,
-        recompute_allgather: bool = True,
-        overlap: bool = False,
-        loss_chunk: int | None = None,
-        fuse: Fuse = as_written,
+        kinds: Sequence[str] | None = None,
         shared: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """``loss_chunk``: tokens of a row whose logits exist at once; None: all. ``fuse``: how elementwise work runs.
+        """``kinds``: of all the model's layers; None: dense ones.
 
         ``shared``: weights of this rank's other chunks, used instead of a second copy of a tied one.
         """
         super().__init__()
-        self.config, self.mesh, self.recompute, self.loss_chunk = config, mesh, recompute, loss_chunk
-        self.fuse = fuse
-        self.before_use: Callable[[str], None] = lambda block: None
-        """Called with a block's name before each forward of it: whoever moves weights waits here for them."""
-        self.measure = False
-        """Whether forward's metrics tell how large activations are."""
+        self.config, self.mesh, self.options = config, mesh, options
+        self.hooks, self.fuse = hooks or Hooks(), options.fuse
         self.specs: dict[str, ParamSpec] = {}
         self.weights: dict[str, nn.Parameter] = {}
-        self.weight_grads = WeightGrads()
-        self.tp = TensorParallel(mesh, self.weight_grads, sequence_parallel, recompute_allgather, overlap)
+        self.tp = TensorParallel(
+            mesh,
+            self.hooks.weight_grads,
+            sequence_parallel=options.sequence_parallel,
+            recompute_allgather=options.recompute_allgather,
+            overlap=options.overlap,
+        )
 
         def make(name: str) -> nn.Parameter:
             if name not in self.weights:
@@ -84,15 +101,19 @@ class Llama(nn.Module):
                     self.weights[name] = shared[name]
                 else:
                     shape = specs[name].local_box(mesh).shape
-                    self.weights[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+                    weight = torch.empty(shape, dtype=options.dtype, device=options.device)
+                    self.weights[name] = nn.Parameter(weight)
             return self.weights[name]
 
-        self.embed = make(EMBED) if embed else None
-        self.layers = nn.ModuleList(Block(config, make, f"layers.{i}", self.tp, fuse) for i in range(*layers))
-        self.norm = make(FINAL_NORM) if head else None
-        self.head = make(head_name(config)) if head else None
-        precision = torch.promote_types(dtype, torch.float32)
-        self.frequencies = rotary_frequencies(config, precision, device)
+        kinds = kinds or dense_layers(config)
+        self.embed = make(EMBED) if modules.embed else None
+        self.layers = nn.ModuleList(
+            Block(config, make, f"layers.{i}", self.tp, options.fuse, self.mlps[kinds[i]]) for i in modules.layers
+        )
+        self.norm = make(FINAL_NORM) if modules.head else None
+        self.head = make(head_name(config)) if modules.head else None
+        precision = torch.promote_types(options.dtype, torch.float32)
+        self.frequencies = rotary_frequencies(config, precision, options.device)
 
     def initialize(self, seed: int) -> None:
         """Draw every weight of the chunk: the same values on any layout (params.draw)."""
@@ -105,7 +126,8 @@ class Llama(nn.Module):
         """How often one microbatch's backward adds to a weight's gradient."""
         as_embedding = self.embed is not None and name == EMBED
         as_head = self.head is not None and name == head_name(self.config)
-        chunks = -(-sequence_length // self.loss_chunk) if self.loss_chunk else 1
+        size = self.options.loss_chunk
+        chunks = -(-sequence_length // size) if size else 1
         return as_embedding + chunks * as_head or 1
 
     def forward(
@@ -117,44 +139,44 @@ class Llama(nn.Module):
         its logits [b, s, V/t] unless they were computed in chunks; the others return no losses.
         cache: one for each layer, to generate: the batch goes on from the tokens that it holds, and the last chunk
         returns the logits [b, 1, V/t] of its last token, and no losses.
-        metrics, while ``measure`` is set: Σ x² over this rank's tokens, of the embedding's and each layer's output.
+        metrics, while the hooks are measuring: Σ x² over this rank's tokens, of the outputs of embedding and layers.
         """
         metrics: dict[str, Tensor] = {}
         if self.embed is not None:
-            self.before_use(EMBED)
+            self.hooks.before_block(EMBED)
             x = embedding(batch.tokens, self.embed, self._first_row(EMBED), self.tp)  # [b, s] -> [b, s, d]
             metrics |= self._measured("embed", x)
         assert x is not None, "only the first chunk starts from tokens"
         rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=self.config.rope_interleaved)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
         for block, kept in zip(self.layers, caches, strict=True):
-            self.before_use(str(block.name))
-            if self.recompute and torch.is_grad_enabled():
+            self.hooks.before_block(str(block.name))
+            if self.options.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, rotary, batch.doc_starts, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, rotary, batch.doc_starts, kept)
             metrics |= self._measured(str(block.name), x)
         if self.head is None or self.norm is None:
             return x, {}, metrics
-        self.before_use(FINAL_NORM)
-        self.before_use(head_name(self.config))
+        self.hooks.before_block(FINAL_NORM)
+        self.hooks.before_block(head_name(self.config))
         x = self.fuse(rms_norm)(x, self.norm, self.config.rms_norm_eps)
         if cache is not None:
             (x,) = linear(x[:, -1:], [self.head], self.tp)  # [b, s, d] -> [b, 1, V/t]
             return x, {}, {}
-        if self.loss_chunk is None:
+        if self.options.loss_chunk is None:
             (x,) = linear(x, [self.head], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, V/t]: the logits
             lm, squared_log_z = cross_entropy(
                 x, batch.labels, self._first_row(head_name(self.config)), self.mesh, fuse=self.fuse
             )
         else:
-            lm, squared_log_z = self._chunked_loss(x, batch.labels, self.loss_chunk)
+            lm, squared_log_z = self._chunked_loss(x, batch.labels, self.options.loss_chunk)
         z_loss = {"z": self.config.z_loss_coefficient * squared_log_z} if self.config.z_loss_enabled else {}
         return x, {"lm": lm, **z_loss}, metrics
 
     def _measured(self, name: str, x: Tensor) -> dict[str, Tensor]:
         """{name: Σ x²} in float64 when activations are measured, else nothing."""
-        if not self.measure:
+        if not self.hooks.measures:
             return {}
         precision = torch.promote_types(x.dtype, torch.float32)
         return {name: torch.linalg.vector_norm(x.detach(), dim=-1, dtype=precision).double().square().sum()}
@@ -187,13 +209,21 @@ class Llama(nn.Module):
 class Block(nn.Module):
     """One decoder layer: attention and MLP, each on normalised input and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        make: Make,
+        name: str,
+        tp: TensorParallel,
+        fuse: Fuse,
+        mlp: Callable[..., nn.Module],
+    ) -> None:
         super().__init__()
         self.name, self.eps, self.fuse = name, config.rms_norm_eps, fuse
         self.attn_norm = make(f"{name}.attn_norm.weight")
         self.attn = Attention(config, make, f"{name}.attn", tp, fuse)
         self.mlp_norm = make(f"{name}.mlp_norm.weight")
-        self.mlp = MLP(make, f"{name}.mlp", tp, fuse)
+        self.mlp = mlp(make, f"{name}.mlp", tp, fuse)
 
     def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None, cache: LayerCache | None = None) -> Tensor:
         y = self.attn(self.fuse(rms_norm)(x, self.attn_norm, self.eps), rotary, doc_starts, cache)
@@ -240,3 +270,6 @@ class MLP(nn.Module):
         (gate_up,) = linear(x, [self.gate_up], self.tp, enter=self.tp.enter)  # [b, s, d] -> [b, s, 2·f/t]
         (y,) = linear(self.fuse(swiglu)(gate_up), [self.down], self.tp, exit=self.tp.exit)
         return y
+
+
+DecoderChunk.mlps = {"dense": MLP}

@@ -1,4 +1,4 @@
-"""How many floating-point operations one training step of a dense Llama needs.
+"""How many floating-point operations the parts of a decoder need.
 
 Forward once, backward twice that. Attention is counted at full S² (a causal kernel may do half of it), recomputation is
 not counted: these are *model* FLOPs, the numerator of MFU (arXiv 2204.02311, appendix B, with attention at full S²).
@@ -6,29 +6,14 @@ not counted: these are *model* FLOPs, the numerator of MFU (arXiv 2204.02311, ap
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanotron.config.model import ModelConfig
 
 
-class ModelShape(Protocol):
-    """What the count reads of a model's config."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-
-
-def flops_per_step(model: ModelShape, *, num_samples: int, sequence_length: int) -> int:
-    """Model FLOPs of forward and backward over ``num_samples`` sequences."""
-    forward = model.num_hidden_layers * layer_flops(model, sequence_length) + head_flops(model, sequence_length)
-    return 3 * num_samples * forward
-
-
-def layer_flops(model: ModelShape, sequence_length: int) -> int:
-    """FLOPs of one decoder layer's forward over one sequence.
+def decoder_layer_flops(model: ModelConfig, kind: str, sequence_length: int) -> int:
+    """FLOPs of a dense decoder layer's forward over one sequence; the only ``kind`` there is.
 
     Letters: s sequence, d hidden, h heads, k key/value heads, e head size, f feed-forward.
     """
@@ -40,6 +25,6 @@ def layer_flops(model: ModelShape, sequence_length: int) -> int:
     return projections + attention + feed_forward
 
 
-def head_flops(model: ModelShape, sequence_length: int) -> int:
+def head_flops(model: ModelConfig, sequence_length: int) -> int:
     """FLOPs of the output layer's forward over one sequence."""
     return 2 * sequence_length * model.hidden_size * model.vocab_size

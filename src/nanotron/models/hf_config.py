@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanotron.errors import ConfigError
+from nanotron.models.families import FAMILIES, family_name, family_of
 
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig, RopeScalingArgs
@@ -25,31 +26,21 @@ SAME = (  # keys that both sides call the same
     "bos_token_id",
     "pad_token_id",
 )
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
-DEFAULTS = {  # what a config.json may leave out, where it is not our default too; null is no default, but null
-    "llama": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048},
-    "mistral": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "sliding_window": 4096, "num_key_value_heads": 8},
-    "qwen2": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32, **_QWEN},
-    "qwen3": {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128, **_QWEN},
-}
+DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""What a config.json of any family may leave out, where it is not our default too."""
 SLIDING = "sliding_attention"
-BIASES = {"llama": (False, True), "mistral": (False,), "qwen2": (True,), "qwen3": (False, True)}
-"""The values of attention_bias that each family's Hugging Face model can have."""
 
 
 def model_config_from_hf(theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of ``model.model_config`` for a config.json; raises ConfigError for what we have no words for."""
+    known = {name: family.hugging_face for name, family in FAMILIES.items() if family.hugging_face}
     family = theirs.get("model_type")
-    if family not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"config.json: model_type={family!r} is no family that can be imported; those are {known}")
-    values = {**DEFAULTS[family], **theirs}
+    if family not in known:
+        raise ConfigError(
+            f"config.json: model_type={family!r} is no family that can be imported; those are {', '.join(known)}"
+        )
+    facts = known[family]
+    values = {**DEFAULTS, **facts.defaults, **theirs}
     problems = [] if values.get("hidden_act") in (None, "silu") else [f"hidden_act={values['hidden_act']!r}"]
     problems += ["mlp_bias=true"] if values.get("mlp_bias") else []
     rope, unknown = _rope_from_hf(values)
@@ -59,7 +50,7 @@ def model_config_from_hf(theirs: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError([f"config.json: {problem} is not available here" for problem in problems])
     same = {key: values[key] for key in SAME if values.get(key) is not None}
     ours = {f"is_{family}_config": True, **same, **rope, "sliding_window_size": window}
-    if len(BIASES[family]) > 1:
+    if len(facts.attention_bias) > 1:
         ours["attention_bias"] = bool(values.get("attention_bias", False))
     end = values.get("eos_token_id")
     ours["eos_token_id"] = end[0] if isinstance(end, list) else end
@@ -99,17 +90,19 @@ def _rope_from_hf(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """config.json of an exported model; raises ConfigError for what the Hugging Face family cannot express."""
-    family = next(family for family in ARCHITECTURES if getattr(config, f"is_{family}_config", False))
-    if config.qkv_bias not in BIASES[family]:
+    family, facts = family_name(config), family_of(config).hugging_face
+    if facts is None:
+        raise ConfigError(f"a model with is_{family}_config cannot be exported: Hugging Face has no such family")
+    if config.qkv_bias not in facts.attention_bias:
         raise ConfigError(
             f"model_config.attention_bias={str(config.qkv_bias).lower()} cannot be exported: Hugging Face's {family} "
-            f"always has attention_bias={str(BIASES[family][0]).lower()}"
+            f"always has attention_bias={str(facts.attention_bias[0]).lower()}"
         )
-    theirs: dict[str, Any] = {"architectures": [ARCHITECTURES[family]], "model_type": family, "torch_dtype": dtype}
+    theirs: dict[str, Any] = {"architectures": [facts.architecture], "model_type": family, "torch_dtype": dtype}
     theirs |= {key: getattr(config, key) for key in SAME}
     theirs |= {"eos_token_id": config.eos_token_id, "rope_theta": config.rope_theta, "use_cache": True}
     theirs["rope_scaling"] = _rope_scaling(config.rope_scaling)
-    if len(BIASES[family]) > 1:
+    if len(facts.attention_bias) > 1:
         theirs["attention_bias"] = config.qkv_bias
     return theirs | _window_to_hf(family, config.sliding_window_size)
 

@@ -19,9 +19,9 @@ attn.k_norm.weight [e]. Fused tensors are stacked on a dim of their own, so ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanotron.parallel.params import Init, ParamSpec
 
@@ -42,33 +42,63 @@ def loss_names(config: ModelConfig) -> tuple[str, ...]:
     return ("lm", "z") if config.z_loss_enabled else ("lm",)
 
 
-def llama_specs(
-    config: ModelConfig, *, std: float = 0.02, scaling_method: str = "num_layers", sequence_parallel: bool = False
+class StageModules(NamedTuple):
+    """What one chunk holds of the model: some of its layers, by number, and its two ends."""
+
+    layers: Sequence[int]
+    embed: bool
+    head: bool
+
+    @staticmethod
+    def whole(config: ModelConfig) -> StageModules:
+        """All of the model."""
+        return StageModules(range(config.num_hidden_layers), embed=True, head=True)
+
+
+MLPSpecs = Callable[["ModelConfig", str, Init, Init], Iterator[ParamSpec]]
+"""(config, name of the layer, init, init of what writes to the residual stream) -> parameters of its second half."""
+
+
+def dense_layers(config: ModelConfig) -> list[str]:
+    """The kind of each layer of a model whose layers are alike."""
+    return ["dense"] * config.num_hidden_layers
+
+
+def decoder_specs(
+    config: ModelConfig,
+    *,
+    std: float = 0.02,
+    scaling_method: str = "num_layers",
+    sequence_parallel: bool = False,
+    kinds: Sequence[str] | None = None,
+    mlps: Mapping[str, MLPSpecs] | None = None,
 ) -> dict[str, ParamSpec]:
-    """Every parameter of a Llama-shaped model by global name, in the order the model uses them.
+    """Every parameter of a decoder by global name, in the order the model uses them.
 
     ``std`` of the normal initialisation; matrices that write to the residual stream (attn.out, mlp.down) are divided by
     √(2·layers) (``"num_layers"``), √(2·(layer + 1)) (``"layer_index"``) or 1 (``"none"``).
     Under ``sequence_parallel`` every replicated parameter sees only its rank's tokens, so its gradient is partial.
+    ``kinds``: of each layer, where they are not all dense; ``mlps``: the parameters of each kind's second half.
     """
     partial = ("tp",) if sequence_parallel else ()
     vocabulary = (config.vocab_size, config.hidden_size)
     specs = [ParamSpec(EMBED, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),))]
-    for layer in range(config.num_hidden_layers):
+    for layer, kind in enumerate(kinds or dense_layers(config)):
         depth = {"none": 0.5, "num_layers": config.num_hidden_layers, "layer_index": layer + 1}[scaling_method.lower()]
-        specs += _layer_specs(
-            config, f"layers.{layer}", Init("normal", std), Init("normal", std / sqrt(2 * depth)), partial
-        )
+        init, residual_init = Init("normal", std), Init("normal", std / sqrt(2 * depth))
+        specs += _attention_specs(config, f"layers.{layer}", init, residual_init, partial)
+        specs += (mlps or {"dense": dense_mlp_specs})[kind](config, f"layers.{layer}", init, residual_init)
     specs.append(ParamSpec(FINAL_NORM, (config.hidden_size,), ONES, decay=False, partial_grad=partial))
     if not config.tie_word_embeddings:
         specs.append(ParamSpec(HEAD, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),)))
     return {spec.name: spec for spec in specs}
 
 
-def _layer_specs(
+def _attention_specs(
     config: ModelConfig, layer: str, init: Init, residual_init: Init, partial: tuple[str, ...]
 ) -> Iterator[ParamSpec]:
-    d, f, e = config.hidden_size, config.intermediate_size, config.head_dim
+    """Of a layer's first half, and the norm that begins the second."""
+    d, e = config.hidden_size, config.head_dim
     q, kv = config.num_attention_heads * e, config.num_key_value_heads * e
     shared_heads = ("tp_rep",)  # each rank's query heads give only a part of a shared key/value head's gradient
     local_heads = ("tp",)  # q and k norms see this rank's heads only, in either tp mode
@@ -87,5 +117,10 @@ def _layer_specs(
     if config.out_bias:
         yield ParamSpec(f"{layer}.attn.out.bias", (d,), ZEROS, decay=False, partial_grad=partial)
     yield ParamSpec(f"{layer}.mlp_norm.weight", (d,), ONES, decay=False, partial_grad=partial)
+
+
+def dense_mlp_specs(config: ModelConfig, layer: str, init: Init, residual_init: Init) -> Iterator[ParamSpec]:
+    """Of a gated MLP."""
+    d, f = config.hidden_size, config.intermediate_size
     yield ParamSpec(f"{layer}.mlp.gate_up.weight", (2, f, d), init, decay=True, shard=(("tp", 1),))
     yield ParamSpec(f"{layer}.mlp.down.weight", (d, f), residual_init, decay=True, shard=(("tp", 1),))

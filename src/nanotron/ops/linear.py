@@ -178,7 +178,7 @@ def _at(biases: Sequence[Tensor], i: int) -> Tensor | None:
 
 def weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
     """Send a weight's gradient into its buffer, or, for a weight without one, return it for autograd to keep."""
-    if weight in tp.weight_grads.into:
+    if weight in tp.weight_grads:
         tp.weight_grads.add(weight, accumulate)
         return None
     grad = torch.zeros_like(weight)

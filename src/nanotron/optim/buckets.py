@@ -17,35 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
+from nanotron.ops.chunk import Chunk
 from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.comm import all_reduce_, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box, ParamSpec, flat_range_boxes
 
 _NORM_ROW = 1024  # elements
-
-
-class Chunk(Protocol):
-    """What buckets need to know of a model chunk: its parameters by global name, in model order."""
-
-    @property
-    def weights(self) -> dict[str, nn.Parameter]: ...
-    @property
-    def specs(self) -> dict[str, ParamSpec]: ...
-    @property
-    def weight_grads(self) -> WeightGrads: ...
-
-    before_use: Callable[[str], None]
-    """Called with a block's name before its forward."""
-
-    def uses(self, name: str, sequence_length: int) -> int:
-        """How often one microbatch's backward adds to a weight's gradient."""
 
 
 class Treatment(NamedTuple):
@@ -208,23 +193,22 @@ class Buckets:
 
     def _attach(self, chunk: Chunk, index: int) -> None:
         """Have every parameter of the chunk accumulate into its place in the flat gradients, and be whole when used."""
-        chunk.weight_grads.ready = self._ready
+        weight_grads = chunk.hooks.weight_grads
         used_by: dict[str, list[Bucket]] = {}  # block -> where its weights lie
 
-        def before_use(block: str) -> None:
+        def before_block(block: str) -> None:
             for bucket in used_by[block]:
                 bucket.wait()
 
-        chunk.before_use = before_use
+        chunk.hooks.before_block = before_block
         for name, weight in chunk.weights.items():
             bucket = self._by_weight[weight]
             slot = next(slot for slot in bucket.slots if slot.weight is weight)
-            chunk.weight_grads.into[weight] = bucket.grads[slot.start : slot.start + slot.box.numel].view(
-                slot.box.shape
-            )
+            grads = bucket.grads[slot.start : slot.start + slot.box.numel].view(slot.box.shape)
+            weight_grads.bind(weight, grads, self._ready)
             used_by.setdefault(_block(name), []).append(bucket)
             if bucket.treatment.chunk == index:  # once, also for a tied weight that two chunks share
-                weight.register_post_accumulate_grad_hook(_take_autograd_grad(chunk.weight_grads))  # type: ignore[no-untyped-call]
+                weight.register_post_accumulate_grad_hook(_take_autograd_grad(weight_grads))  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ each step
 
@@ -300,11 +284,14 @@ def _take_autograd_grad(weight_grads: WeightGrads) -> Callable[[Tensor], None]:
     def take(weight: Tensor) -> None:
         if weight.grad is None:  # autograd passes by weights whose layer has accumulated their gradient itself
             return
-        weight_grads.into[weight].add_(weight.grad)
-        weight.grad = None
-        weight_grads.ready(weight)
+        grad, weight.grad = weight.grad, None
+        weight_grads.add_now(weight, partial(_add, grad=grad))
 
     return take
+
+
+def _add(buffer: Tensor, grad: Tensor) -> None:
+    buffer += grad
 
 
 def squared_norm(flat: Tensor) -> Tensor:

@@ -11,37 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from nanotron.ops.chunk import Chunk
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.communication import Exchange, Program, communication
 from nanotron.pipeline.schedules import Action, Schedule, forward_only
 from nanotron.pipeline.simulate import prove, rendezvous
 from nanotron.pipeline.timeline import Message, Span, input_of, output_of
 from nanotron.pipeline.transport import Transport
-
-
-class WeightGradients(Protocol):
-    """Where a chunk's weight gradients go: computed within backward, or kept as jobs while `defer` is set."""
-
-    defer: bool
-
-    def take(self) -> list[Callable[[], None]]:
-        """The jobs kept since the last call, oldest first; each must be run exactly once."""
-        ...
-
-
-class Chunk(Protocol):
-    """A piece of the model: (activation or None, microbatch) -> (activation, token-sum losses, metrics)."""
-
-    @property
-    def weight_grads(self) -> WeightGradients: ...
-
-    def __call__(self, x: Tensor | None, batch: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]: ...
 
 
 class Pipeline:
@@ -173,11 +155,9 @@ class _Run:
         live = self.live.pop(action[1:])
         starts = [(live.output, grad), (live.loss, None)]
         roots, grads = zip(*[start for start in starts if start[0] is not None], strict=True)
-        weight_grads = self.pipeline.chunks[action.chunk].weight_grads
-        with self._timed(action):
-            weight_grads.defer = action.kind == "B"
+        weight_grads = self.pipeline.chunks[action.chunk].hooks.weight_grads
+        with self._timed(action), weight_grads.deferring(action.kind == "B"):
             torch.autograd.backward(roots, grads)
-            weight_grads.defer = False
         if action.kind == "B":
             self.pending.extend((action._replace(kind="W"), job) for job in weight_grads.take())
         message = output_of(self.schedule, self.rank, action)

@@ -8,57 +8,89 @@ from nanotron.errors import ConfigError
 
 
 def split_layers(
-    num_layers: int,
+    layer_costs: Sequence[float],
     num_stages: int,
     *,
-    layer_cost: float,
-    embed_cost: float,
-    head_cost: float,
+    embed_cost: float = 0.0,
+    head_cost: float = 0.0,
     ranks: Sequence[int] | None = None,
 ) -> list[tuple[int, int]]:
-    """Cut layers 0..num_layers-1 into num_stages ranges [lo, hi) so that the most loaded rank has as little as can be.
+    """Cut the layers into num_stages ranges [lo, hi) so that the most loaded rank has as little as can be.
 
     ``ranks[stage]`` is who holds a stage (None: one stage each). A batch takes at least as long as its most loaded rank
     works; how a rank's load lies in its several stages matters less, so that is levelled second.
 
-    Every stage gets at least one layer; the first also pays for the embedding, the last for the head. Layers cost
-    the same, so handing each one to the rank that is then least loaded is optimal. Among equals the later stage takes
-    it: later stages keep fewer microbatches alive.
+    Every stage gets at least one layer; the first also pays for the embedding, the last for the head. Where layers cost
+    the same, handing each one to the rank that is then least loaded is optimal. Among equals the later stage takes
+    it: later stages keep fewer microbatches alive. Where they do not, single layers then change sides of a cut for as
+    long as that takes something from the most loaded rank.
     """
+    num_layers = len(layer_costs)
     if num_layers < num_stages:
         raise ConfigError(
             f"parallelism.pp gives {num_stages} stages, more than model.model_config.num_hidden_layers={num_layers}; "
             f"every stage needs a layer: use at most {num_layers} stages (pp × pp_virtual_stages)"
         )
     holders = range(num_stages) if ranks is None else ranks
-    costs = [layer_cost] * num_stages
-    costs[0] += embed_cost
-    costs[-1] += head_cost
-    loads = {rank: sum(costs[stage] for stage in range(num_stages) if holders[stage] == rank) for rank in set(holders)}
-    counts = [1] * num_stages
-    for _ in range(num_layers - num_stages):
-        stage = min(range(num_stages), key=lambda stage: (loads[holders[stage]], costs[stage], -stage))
+    ends = [0.0] * num_stages
+    ends[0] += embed_cost
+    ends[-1] += head_cost
+    counts = _dealt_out(sum(layer_costs) / num_layers, num_layers, ends, holders)
+    return _ranges(counts if len(set(layer_costs)) == 1 else _moved(counts, layer_costs, ends, holders))
+
+
+def _dealt_out(cost: float, num_layers: int, ends: Sequence[float], holders: Sequence[int]) -> list[int]:
+    """Layers of each stage when all cost the same."""
+    stages = range(len(ends))
+    costs = [cost + end for end in ends]
+    loads = {rank: sum(costs[stage] for stage in stages if holders[stage] == rank) for rank in set(holders)}
+    counts = [1] * len(ends)
+    for _ in range(num_layers - len(ends)):
+        stage = min(stages, key=lambda stage: (loads[holders[stage]], costs[stage], -stage))
         counts[stage] += 1
-        costs[stage] += layer_cost
-        loads[holders[stage]] += layer_cost
-    return _ranges(counts)
+        costs[stage] += cost
+        loads[holders[stage]] += cost
+    return counts
+
+
+def _moved(
+    counts: Sequence[int], layer_costs: Sequence[float], ends: Sequence[float], holders: Sequence[int]
+) -> list[int]:
+    """The counts after moving layers over cuts, one at a time, as long as the ranks' loads become more level."""
+
+    def loads(counts: Sequence[int]) -> list[float]:
+        totals = dict.fromkeys(holders, 0.0)
+        for (lo, hi), end, rank in zip(_ranges(counts), ends, holders, strict=True):
+            totals[rank] += sum(layer_costs[lo:hi]) + end
+        return sorted(totals.values(), reverse=True)
+
+    best = list(counts)
+    while True:
+        moves = [
+            [count + (stage == to) - (stage == source) for stage, count in enumerate(best)]
+            for source in range(len(best))
+            for to in (source - 1, source + 1)
+            if best[source] > 1 and 0 <= to < len(best)
+        ]
+        better = min(moves, key=loads, default=best)
+        if loads(better) >= loads(best):
+            return best
+        best = better
 
 
 def stage_layers(
-    num_layers: int,
+    layer_costs: Sequence[float],
     num_stages: int,
     pp_layers: Sequence[int] | None = None,
     *,
-    layer_cost: float = 1.0,
     embed_cost: float = 0.0,
     head_cost: float = 0.0,
     ranks: Sequence[int] | None = None,
 ) -> list[tuple[int, int]]:
     """Layer range [lo, hi) of every stage: the user's `parallelism.pp_layers` when given, else balanced by cost."""
+    num_layers = len(layer_costs)
     if pp_layers is None:
-        return split_layers(
-            num_layers, num_stages, layer_cost=layer_cost, embed_cost=embed_cost, head_cost=head_cost, ranks=ranks
-        )
+        return split_layers(layer_costs, num_stages, embed_cost=embed_cost, head_cost=head_cost, ranks=ranks)
     key = f"parallelism.pp_layers={list(pp_layers)}"
     if len(pp_layers) != num_stages:
         raise ConfigError(

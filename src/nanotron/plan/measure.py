@@ -2,14 +2,15 @@
 
 b rows   s tokens of a row   t tensor-parallel ranks   d hidden size
 
-Layers are alike, so a chunk is run with `FEW` of them and with one more, and every number is extended along the line
-through the two: so much for each further layer.
+Layers of one kind are alike, so a chunk is run with `FEW` of each kind and with one more, and every number is extended
+along the line through the two: so much for each further layer of the kind.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -17,20 +18,17 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from nanotron.batch import Batch
-from nanotron.models.decoder import Llama
-from nanotron.models.specs import loss_names
+from nanotron.models.decoder import ChunkOptions, DecoderChunk
+from nanotron.models.families import family_of
+from nanotron.models.specs import StageModules, loss_names
+from nanotron.ops.fused import as_written
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.plan.counting import Counting, Work
 from nanotron.plan.fakes import FakeMesh, counting
+from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
-from nanotron.training.step import (
-    Held,
-    begin_to_count_targets,
-    build_buckets,
-    build_chunks,
-    build_optimizer,
-)
+from nanotron.training.step import begin_to_count_targets
 from nanotron.training.topology import mesh_axes, tied_stages
 
 if TYPE_CHECKING:
@@ -91,32 +89,43 @@ class Measurements:
         self._chunks: dict[tuple[Any, ...], ChunkCounts] = {}
         self._states: dict[tuple[Any, ...], StateCounts] = {}
 
-    def chunk(self, config: Config, *, layers: int, embed: bool, head: bool) -> ChunkCounts:
-        """One microbatch in a chunk of this many layers; on the tp rank with the most rows of the vocabulary."""
-        few = min(layers, FEW)
-        low = self._chunk(config, Held((0, few), embed, head))
-        return (
-            low if layers == few else extended(low, self._chunk(config, Held((0, few + 1), embed, head)), layers - few)
-        )
+    def chunk(self, config: Config, modules: StageModules) -> ChunkCounts:
+        """One microbatch in a chunk; on the tp rank with the most rows of the vocabulary."""
+        counts = Counter(_kinds(config, modules))
+        few = Counter({kind: min(count, FEW) for kind, count in counts.items()})
 
-    def state(self, config: Config, rank: int, held: Sequence[Held], *, every_layer: bool = False) -> StateCounts:
-        """What a rank holds, and its update; along the line through few layers, or with every layer built."""
+        def measure(layers: Counter[str]) -> ChunkCounts:
+            return self._chunk(config, _last(config, modules, layers))
+
+        low = found = measure(few)
+        for kind, more in (counts - few).items():
+            found = extended(found, low, measure(few + Counter([kind])), more)
+        return found
+
+    def state(
+        self, config: Config, rank: int, stages: Sequence[StageModules], *, every_layer: bool = False
+    ) -> StateCounts:
+        """What a rank holds, and its update; along lines through few layers, or with every layer built."""
         if every_layer:
-            whole, first = [], 0  # layers are named from 0 on: ranks that hold as many share the measurement
-            for (lo, hi), embed, head in held:
-                whole.append(Held((first, first + hi - lo), embed, head))
-                first += hi - lo
-            return self._state(config, rank, whole)
-        more = sum(hi - lo for (lo, hi), _, _ in held) - len(held)
-        few = [part._replace(layers=(index, index + 1)) for index, part in enumerate(held)]
-        low = self._state(config, rank, few)
-        few[-1] = few[-1]._replace(layers=(len(few) - 1, len(few) + 1))
-        return low if more == 0 else extended(low, self._state(config, rank, few), more)
+            return self._state(config, rank, stages)
+        counts = [Counter(_kinds(config, modules)) for modules in stages]
+        few = [Counter(dict.fromkeys(count, 1)) for count in counts]
 
-    def _chunk(self, config: Config, held: Held) -> ChunkCounts:
+        def measure(layers: Sequence[Counter[str]]) -> StateCounts:
+            chunks = [_last(config, modules, count) for modules, count in zip(stages, layers, strict=True)]
+            return self._state(config, rank, chunks)
+
+        low = found = measure(few)
+        for kind, more in (_sum(counts) - _sum(few)).items():
+            most = max(counts, key=lambda count: count[kind])
+            one_more = [layers + Counter([kind] * (count is most)) for layers, count in zip(few, counts, strict=True)]
+            found = extended(found, low, measure(one_more), more)
+        return found
+
+    def _chunk(self, config: Config, held: StageModules) -> ChunkCounts:
         layout, tokens = config.parallelism, config.tokens
         key = (
-            (repr(config.model), held, config.optimizer.accumulate_grad_in_fp32),
+            (repr(config.model), _kinds(config, held), held[1:], config.optimizer.accumulate_grad_in_fp32),
             (layout.tp, layout.tp_mode, layout.recompute_layer, layout.tp_recompute_allgather),
             (tokens.micro_batch_size, tokens.sequence_length),
         )
@@ -124,10 +133,11 @@ class Measurements:
             self._chunks[key] = measure_chunk(config, held, accelerator=self.accelerator)
         return self._chunks[key]
 
-    def _state(self, config: Config, rank: int, held: Sequence[Held]) -> StateCounts:
+    def _state(self, config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
         layout = config.parallelism
         key = (
-            (repr(config.model), tuple(held), repr(config.optimizer), config.tokens.sequence_length),
+            (repr(config.model), tuple((_kinds(config, modules), modules[1:]) for modules in held)),
+            (repr(config.optimizer), config.tokens.sequence_length),
             (layout.dp, layout.tp, layout.tp_mode, bool(tied_stages(config)), config.model.ddp_bucket_cap_mb),
         )
         if key not in self._states:
@@ -135,24 +145,45 @@ class Measurements:
         return self._states[key]
 
 
-def extended(few: Counts, one_more: Counts, layers: int) -> Counts:
-    """The counts for ``layers`` more layers than ``few`` has, of which ``one_more`` has one."""
+def _kinds(config: Config, modules: StageModules) -> tuple[str, ...]:
+    """The kinds of a chunk's layers, in their order."""
+    model = config.model.model_config
+    kinds = family_of(model).layer_kinds(model)
+    return tuple(kinds[layer] for layer in modules.layers)
+
+
+def _last(config: Config, modules: StageModules, counts: Counter[str]) -> StageModules:
+    """The chunk with so many of its layers of each kind: its last ones, for backward begins where most is kept."""
+    kinds = _kinds(config, modules)
+    by_kind = {
+        kind: [layer for layer, its in zip(modules.layers, kinds, strict=True) if its == kind] for kind in counts
+    }
+    return modules._replace(layers=sorted(layer for kind, count in counts.items() for layer in by_kind[kind][-count:]))
+
+
+def _sum(counts: Sequence[Counter[str]]) -> Counter[str]:
+    return sum(counts, Counter[str]())
+
+
+def extended(found: Counts, few: Counts, one_more: Counts, layers: int) -> Counts:
+    """``found`` and what ``layers`` further ones add: each the difference between ``few`` and ``one_more``."""
     values: dict[str, Any] = {}
-    for field in fields(few):
-        low, high = getattr(few, field.name), getattr(one_more, field.name)
+    for field in fields(found):
+        start, low, high = (getattr(counts, field.name) for counts in (found, few, one_more))
         if isinstance(low, dict):
-            values[field.name] = Work({key: low[key] + layers * (high[key] - low[key]) for key in low | high})
+            keys = start | low | high
+            values[field.name] = Work({key: start[key] + layers * (high[key] - low[key]) for key in keys})
         else:
-            values[field.name] = low + layers * (high - low)
-    return type(few)(**values)
+            values[field.name] = start + layers * (high - low)
+    return type(found)(**values)
 
 
-def measure_chunk(config: Config, held: Held, *, accelerator: bool) -> ChunkCounts:
+def measure_chunk(config: Config, held: StageModules, *, accelerator: bool) -> ChunkCounts:
     """Run F, B and W, then F and a B that includes W, of one microbatch in one chunk."""
     tp = mesh_axes(config)["tp"]
     with counting(accelerator=accelerator) as counter:
         mesh = FakeMesh({"tp": tp}, config.parallelism.tp - 1)
-        (chunk,) = build_chunks(config, mesh, [held], "cpu")
+        (chunk,) = build_chunks(config, mesh, [held], _options(config))
         buckets = build_buckets(config, mesh, [chunk])
         batch = _batch(config)
         apart = _run(counter, config, chunk, buckets, batch, defer=True)
@@ -172,6 +203,11 @@ def measure_chunk(config: Config, held: Held, *, accelerator: bool) -> ChunkCoun
     )
 
 
+def _options(config: Config) -> ChunkOptions:
+    """As the run's; what torch.compile makes of fake tensors is not counted."""
+    return replace(chunk_options(config, "cpu"), fuse=as_written)
+
+
 class _Pass(NamedTuple):
     message: int
     forward_peak: int
@@ -185,7 +221,9 @@ class _Pass(NamedTuple):
     weights: Work
 
 
-def _run(counter: Counting, config: Config, chunk: Llama, buckets: Buckets, batch: Batch, *, defer: bool) -> _Pass:
+def _run(
+    counter: Counting, config: Config, chunk: DecoderChunk, buckets: Buckets, batch: Batch, *, defer: bool
+) -> _Pass:
     """One microbatch through a chunk, holding and dropping tensors where the pipeline's engine does."""
     buckets.start(1, config.tokens.sequence_length)
     before = counter.alive
@@ -205,15 +243,13 @@ def _run(counter: Counting, config: Config, chunk: Llama, buckets: Buckets, batc
     kept = counter.alive - before
     _assert_no_scores(counter, config)
     grad = None if output is None else _message(config)
-    chunk.weight_grads.defer = defer
-    with counter.section() as backward:
+    with counter.section() as backward, chunk.hooks.weight_grads.deferring(defer):
         root = loss if output is None else output
         assert root is not None
         torch.autograd.backward((root,), (grad,))  # type: ignore[arg-type]
-    chunk.weight_grads.defer = False
     backward_peak = counter.peak - before
     del x, output, loss, root, grad
-    stash, jobs = counter.alive - before, chunk.weight_grads.take()
+    stash, jobs = counter.alive - before, chunk.hooks.weight_grads.take()
     with counter.section() as weights:
         while jobs:
             jobs.pop(0)()
@@ -245,11 +281,11 @@ def _batch(config: Config) -> Batch:
     return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)))
 
 
-def measure_state(config: Config, rank: int, held: Sequence[Held], *, accelerator: bool) -> StateCounts:
+def measure_state(config: Config, rank: int, held: Sequence[StageModules], *, accelerator: bool) -> StateCounts:
     """Build a rank's chunks, buckets and optimizer, and run the end of a step."""
     with counting(accelerator=accelerator) as counter:
         mesh = FakeMesh(mesh_axes(config), rank)
-        chunks = build_chunks(config, mesh, held, "cpu")
+        chunks = build_chunks(config, mesh, held, _options(config))
         buckets = build_buckets(config, mesh, chunks)
         optimizer = build_optimizer(config, buckets)
         parameters = sum(_nbytes(bucket.weights) for bucket in buckets.all)
@@ -272,7 +308,9 @@ def measure_state(config: Config, rank: int, held: Sequence[Held], *, accelerato
     )
 
 
-def _update(config: Config, mesh: FakeMesh, chunks: Sequence[Llama], buckets: Buckets, optimizer: Optimizer) -> None:
+def _update(
+    config: Config, mesh: FakeMesh, chunks: Sequence[DecoderChunk], buckets: Buckets, optimizer: Optimizer
+) -> None:
     """What `Training.step` does besides forward and backward."""
     length = config.tokens.sequence_length
     num_targets = begin_to_count_targets([_batch(config)], mesh)()
@@ -280,7 +318,7 @@ def _update(config: Config, mesh: FakeMesh, chunks: Sequence[Llama], buckets: Bu
     for chunk in reversed(chunks):
         for name, weight in reversed(chunk.weights.items()):
             for _ in range(chunk.uses(name, length)):
-                chunk.weight_grads.ready(weight)
+                chunk.hooks.weight_grads.add_now(weight, lambda buffer: None)
     buckets.finish()
     word = ControlWord(buckets.squared_norm(), {}, loss_names(config.model.model_config), save=False, stop=False)
     word.reduce(mesh, num_targets)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanotron.models.flops import flops_per_step
+from nanotron.models.families import flops_per_step
+from nanotron.models.specs import StageModules
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.communication import Program
 from nanotron.pipeline.schedules import Schedule
@@ -17,8 +18,7 @@ from nanotron.plan.counting import Traffic, Work
 from nanotron.plan.hardware import Cluster
 from nanotron.plan.measure import ChunkCounts, Measurements, StateCounts
 from nanotron.plan.memory import RankMemory, rank_memory
-from nanotron.training.step import Held, held_by
-from nanotron.training.topology import mesh_axes, pipeline_schedule
+from nanotron.training.topology import mesh_axes, modules_of_stages, pipeline_schedule
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -29,7 +29,7 @@ class RankPlan:
     """One pipeline rank; its dp and tp neighbours are like it."""
 
     pp_rank: int
-    held: list[Held]
+    held: list[StageModules]
     memory: RankMemory
     traffic: Counter[Traffic]
     """Collectives and transfers of a step, and the bytes that the rank hands to them."""
@@ -114,15 +114,14 @@ class Planner:
     def fits(self, config: Config) -> bool:
         """Whether every rank's memory is enough."""
         for pp_rank in (0, config.parallelism.pp - 1):  # what is held between steps alone, first: it is quickly known
-            held = held_by(config, pp_rank)
+            held = modules_of_stages(config, pp_rank)
             if self._state(config, pp_rank, held).total > self.cluster.memory_bytes:
                 return False
         return max(memory.total for memory in self.memories(config)) <= self.cluster.memory_bytes
 
     def least_seconds(self, config: Config) -> float:
         """A step's time if layers were spread evenly and the pipeline only had to fill: no layout takes less."""
-        layers = config.model.model_config.num_hidden_layers
-        whole = self._measurements.chunk(config, layers=layers, embed=True, head=True)
+        whole = self._measurements.chunk(config, StageModules.whole(config.model.model_config))
         peak = self.cluster.peak_flops(config)
         forward, *rest = (self._seconds(config, work, peak) for work in (whole.forward, whole.backward, whole.weights))
         layout = config.parallelism
@@ -131,10 +130,10 @@ class Planner:
 
     def _measured(
         self, config: Config, *, every_layer: bool = False
-    ) -> tuple[Schedule, list[list[Held]], list[list[ChunkCounts]], list[StateCounts]]:
+    ) -> tuple[Schedule, list[list[StageModules]], list[list[ChunkCounts]], list[StateCounts]]:
         """What every pipeline rank holds, what its chunks do with a microbatch, and its state."""
         schedule = pipeline_schedule(config)
-        held = [held_by(config, pp_rank) for pp_rank in range(schedule.ranks)]
+        held = [modules_of_stages(config, pp_rank) for pp_rank in range(schedule.ranks)]
         chunks = [self._chunks(config, parts) for parts in held]
         states = [self._state(config, pp_rank, parts, every_layer) for pp_rank, parts in enumerate(held)]
         return schedule, held, chunks, states
@@ -155,12 +154,12 @@ class Planner:
             for rank, program in enumerate(self._programs[key])
         ]
 
-    def _chunks(self, config: Config, held: Sequence[Held]) -> list[ChunkCounts]:
-        return [
-            self._measurements.chunk(config, layers=hi - lo, embed=embed, head=head) for (lo, hi), embed, head in held
-        ]
+    def _chunks(self, config: Config, held: Sequence[StageModules]) -> list[ChunkCounts]:
+        return [self._measurements.chunk(config, modules) for modules in held]
 
-    def _state(self, config: Config, pp_rank: int, held: Sequence[Held], every_layer: bool = False) -> StateCounts:
+    def _state(
+        self, config: Config, pp_rank: int, held: Sequence[StageModules], every_layer: bool = False
+    ) -> StateCounts:
         layout = config.parallelism
         last_tp = pp_rank * layout.dp * layout.tp + layout.tp - 1  # the shard with the most rows of the vocabulary
         return self._measurements.state(config, last_tp, held, every_layer=every_layer)

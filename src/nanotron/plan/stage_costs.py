@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
-from nanotron.models.flops import head_flops, layer_flops
+from nanotron.models.families import family_of, layer_costs
+from nanotron.models.flops import head_flops
+from nanotron.models.specs import StageModules
 from nanotron.pipeline.timeline import StageCost
-from nanotron.training.topology import layers_of_stages, parameter_specs, pipeline_schedule
+from nanotron.training.topology import layers_of_stages, pipeline_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nanotron.batch import Batch
     from nanotron.config import Config
-    from nanotron.models.decoder import Llama
+    from nanotron.ops.chunk import Chunk
 
 KINDS = "FBW"
 REPEATS = 5  # of which the median counts; one more warms up
@@ -41,81 +44,72 @@ def given_costs(config: Config, text: str) -> StageCost:
 def counted_costs(config: Config) -> StageCost:
     """F = B = W = the stage's FLOPs of one forward, in units of a mean rank's."""
     model, length = config.model.model_config, config.tokens.sequence_length
-    layer, head = layer_flops(model, length), head_flops(model, length)
-    unit = (model.num_hidden_layers * layer + head) / config.parallelism.pp
-    return _by_stage(config, layer=dict.fromkeys(KINDS, layer / unit), head=dict.fromkeys(KINDS, head / unit))
+    layers, head = layer_costs(model, length), head_flops(model, length)
+    unit = (sum(layers) + head) / config.parallelism.pp
+    return _by_stage(
+        config,
+        layers=[dict.fromkeys(KINDS, layer / unit) for layer in layers],
+        head=dict.fromkeys(KINDS, head / unit),
+    )
 
 
 def profiled_costs(config: Config) -> StageCost:
-    """Seconds, measured on this machine: one layer alone, with the embedding, and with the head, one process.
+    """Seconds, measured on this machine: one layer of each kind alone, one with the embedding, one with the head.
 
-    Tensor parallelism is not run: its ranks are assumed to share each layer's time equally.
+    One process: tensor-parallel ranks are assumed to share each layer's time equally.
     """
     import torch
 
     from nanotron.launch.place import num_cores
 
+    model, share = config.model.model_config, 1 / config.parallelism.tp
+    kinds = family_of(model).layer_kinds(model)
     threads = torch.get_num_threads()
     torch.set_num_threads(config.general.threads_per_rank or max(1, num_cores() // config.parallelism.world_size))
-    middle = _measure(config, embed=False, head=False)
-    first = _measure(config, embed=True, head=False)
-    last = _measure(config, embed=False, head=True)
+    middle = {kind: _measure(config, StageModules([kinds.index(kind)], embed=False, head=False)) for kind in set(kinds)}
+    first = _measure(config, StageModules([0], embed=True, head=False))
+    last = _measure(config, StageModules([0], embed=False, head=True))
     torch.set_num_threads(threads)
-    share = 1 / config.parallelism.tp
     return _by_stage(
         config,
-        layer={kind: middle[kind] * share for kind in KINDS},
-        embed={kind: max(0.0, first[kind] - middle[kind]) * share for kind in KINDS},
-        head={kind: max(0.0, last[kind] - middle[kind]) * share for kind in KINDS},
+        layers=[{part: middle[kind][part] * share for part in KINDS} for kind in kinds],
+        embed={part: max(0.0, first[part] - middle[kinds[0]][part]) * share for part in KINDS},
+        head={part: max(0.0, last[part] - middle[kinds[0]][part]) * share for part in KINDS},
     )
 
 
-def _by_stage(config: Config, *, layer: Cost, head: Cost, embed: Cost | None = None) -> StageCost:
+def _by_stage(config: Config, *, layers: Sequence[Cost], head: Cost, embed: Cost | None = None) -> StageCost:
     """Costs of whole stages from those of their parts."""
-    layers = layers_of_stages(config)
+    ranges = layers_of_stages(config)
 
     def cost(kind: str, stage: int) -> float:
-        lo, hi = layers[stage]
+        lo, hi = ranges[stage]
         ends = embed[kind] if embed and stage == 0 else 0.0
-        return (hi - lo) * layer[kind] + ends + (head[kind] if stage == len(layers) - 1 else 0.0)
+        ends += head[kind] if stage == len(ranges) - 1 else 0.0
+        return sum(layer[kind] for layer in layers[lo:hi]) + ends
 
     return cost
 
 
-def _measure(config: Config, *, embed: bool, head: bool) -> Cost:
-    """Seconds of F, B and W of a chunk with one layer."""
+def _measure(config: Config, modules: StageModules) -> Cost:
+    """Seconds of F, B and W of a small chunk."""
     import torch
 
     from nanotron.batch import Batch
     from nanotron.launch.place import Place, choose_device
-    from nanotron.models.decoder import Llama
-    from nanotron.ops.fused import as_written, fused
     from nanotron.parallel.mesh import Mesh
+    from nanotron.training.build import build_chunks, chunk_options, grad_dtype
 
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
     device, _ = choose_device(Place(rank=0, world=1, local_rank=0, local_world=1))
-    chunk = Llama(
-        config.model.model_config,
-        parameter_specs(config),
-        Mesh(),
-        layers=(0, 1),
-        embed=embed,
-        head=head,
-        dtype=dtype,
-        device=device,
-        recompute=config.parallelism.recompute_layer,
-        loss_chunk=config.model.loss_chunk,
-        fuse=fused if config.model.compile else as_written,
-    )
-    sums = torch.promote_types(dtype, torch.float32) if config.optimizer.accumulate_grad_in_fp32 else dtype
+    options = chunk_options(config, device)
+    (chunk,) = build_chunks(config, Mesh(), [modules], replace(options, sequence_parallel=False))
     for weight in chunk.weights.values():
         torch.nn.init.normal_(weight, std=0.02)
-        chunk.weight_grads.into[weight] = torch.zeros_like(weight, dtype=sums)
-    size = (config.tokens.micro_batch_size, config.tokens.sequence_length)
-    tokens = torch.randint(config.model.model_config.vocab_size, size, device=device)
-    positions = torch.arange(size[1], device=device).expand(size)
-    batch = Batch(tokens, tokens, positions)
-    x = None if embed else torch.randn(*size, config.model.model_config.hidden_size, dtype=dtype, device=device)
+        chunk.hooks.weight_grads.bind(weight, torch.zeros_like(weight, dtype=grad_dtype(config, weight.dtype)))
+    model, size = config.model.model_config, (config.tokens.micro_batch_size, config.tokens.sequence_length)
+    tokens = torch.randint(model.vocab_size, size, device=device)
+    batch = Batch(tokens, tokens, torch.arange(size[1], device=device).expand(size))
+    x = None if modules.embed else torch.randn(*size, model.hidden_size, dtype=options.dtype, device=device)
 
     def now() -> float:
         if device.type != "cpu":
@@ -126,16 +120,19 @@ def _measure(config: Config, *, embed: bool, head: bool) -> Cost:
     return {kind: median(time[kind] for time in times) for kind in KINDS}
 
 
-def _time_once(chunk: Llama, x: Tensor | None, batch: Batch, now: Callable[[], float]) -> Cost:
+def _time_once(chunk: Chunk, x: Tensor | None, batch: Batch, now: Callable[[], float]) -> Cost:
     """One microbatch's F, B and W."""
+    import torch
+
     x = None if x is None else x.detach().requires_grad_()
     times = [now()]
     y, losses, _ = chunk(x, batch)
     end = losses["lm"] if losses else y
     times.append(now())
-    chunk.weight_grads.defer = True
-    end.backward(None if losses else y.detach())
-    jobs = chunk.weight_grads.take()
+    weight_grads = chunk.hooks.weight_grads
+    with weight_grads.deferring():
+        torch.autograd.backward([end], [None if losses else y.detach()])
+    jobs = weight_grads.take()
     times.append(now())
     for job in jobs:
         job()

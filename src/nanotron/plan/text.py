@@ -98,8 +98,9 @@ def _shown(plan: Plan) -> list[RankPlan]:
 
 def _holds(rank: RankPlan) -> str:
     parts = []
-    for (lo, hi), embed, head in rank.held:
-        parts += ["embedding"] * embed + [f"layers {lo}-{hi - 1}" if hi - lo > 1 else f"layer {lo}"] + ["head"] * head
+    for layers, embed, head in rank.held:
+        lo, hi = layers[0], layers[-1]
+        parts += ["embedding"] * embed + [f"layers {lo}-{hi}" if hi > lo else f"layer {lo}"] + ["head"] * head
     return ", ".join(parts)
 
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from nanotron.metrics.columns import (
     WEIGHT_NORM,
 )
 from nanotron.metrics.memory import memory_gib
+from nanotron.ops.chunk import Chunk
 from nanotron.optim.norms import StepSquares
 from nanotron.optim.optimizer import Optimizer
 from nanotron.parallel.comm import all_reduce_
@@ -43,12 +44,6 @@ from nanotron.training.topology import parameter_specs
 
 if TYPE_CHECKING:
     from nanotron.config import Config
-
-
-class Chunk(Protocol):
-    """A model chunk whose forward reports, while ``measure`` is set, how large its activations are."""
-
-    measure: bool
 
 
 def details_of(update: int, config: Config, mesh: Mesh, pipeline: Pipeline, chunks: Sequence[Chunk]) -> Details | None:
@@ -79,16 +74,12 @@ class Details:
     def watching(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         """Around the forward and backward of all microbatches."""
         self._tokens = sum(batch.tokens.numel() for batch in microbatches) * self._mesh.num_replicas
-        for chunk in self._chunks:
-            chunk.measure = True
-        if self._work:
-            with _working(self._pipeline) as seconds:
-                yield
-            self._busy_seconds = sum(seconds)
-        else:
+        with ExitStack() as around:
+            for chunk in self._chunks:
+                around.enter_context(chunk.hooks.measuring())
+            seconds = around.enter_context(_working(self._pipeline)) if self._work else []
             yield
-        for chunk in self._chunks:
-            chunk.measure = False
+        self._busy_seconds = sum(seconds)
 
     def before_update(self, optimizer: Optimizer) -> None:
         """When the gradients are complete."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanotron.models.flops import head_flops, layer_flops
+from nanotron.models.families import family_of, layer_costs
+from nanotron.models.flops import head_flops
 from nanotron.models.hf_nanotron_names import matching
-from nanotron.models.specs import EMBED, llama_specs
+from nanotron.models.specs import EMBED, StageModules
 from nanotron.parallel.mesh import training_axes
 from nanotron.parallel.params import ParamSpec
 from nanotron.pipeline.custom import find_schedule
@@ -40,14 +41,21 @@ def layers_of_stages(config: Config) -> list[tuple[int, int]]:
     model, length = config.model.model_config, config.tokens.sequence_length
     schedule = pipeline_schedule(config)
     return stage_layers(
-        model.num_hidden_layers,
+        layer_costs(model, length),
         schedule.num_stages,
         config.parallelism.pp_layers,
-        layer_cost=layer_flops(model, length),
         embed_cost=2 * length * model.hidden_size,  # a look-up, and its sum over tp: cheap, but not nothing
         head_cost=head_flops(model, length),
         ranks=[schedule.holders[stage][0] for stage in range(schedule.num_stages)],
     )
+
+
+def modules_of_stages(config: Config, pp_rank: int) -> list[StageModules]:
+    """What each chunk of a pipeline rank holds of the model."""
+    schedule, layers = pipeline_schedule(config), layers_of_stages(config)
+    stages = [schedule.placement(pp_rank, index) for index in range(schedule.num_chunks)]
+    last = schedule.num_stages - 1
+    return [StageModules(range(*layers[stage]), embed=stage == 0, head=stage == last) for stage in stages]
 
 
 def tied_stages(config: Config) -> dict[str, tuple[int, ...]]:
@@ -62,7 +70,7 @@ def tied_stages(config: Config) -> dict[str, tuple[int, ...]]:
 def parameter_specs(config: Config) -> dict[str, ParamSpec]:
     """Every parameter of the run's model, with weight decay off for those the config excludes by name."""
     init = config.model.init_method
-    specs = llama_specs(
+    specs = family_of(config.model.model_config).specs(
         config.model.model_config,
         std=getattr(init, "std", 0.02),  # of no effect when the weights come from a checkpoint
         scaling_method=getattr(init, "scaling_method", "num_layers"),

@@ -1,0 +1,47 @@
+"""The table of model families. No torch.
+
+A family is a class of config keys and a line here. Most share DecoderChunk and its table of parameters, and differ in
+biases, norms and in what Hugging Face calls them; one that computes something else brings a file with its own.
+"""
+
+from __future__ import annotations
+
+from nanotron.config.model import LlamaConfig, MistralConfig, ModelConfig, Qwen2Config, Qwen3Config
+from nanotron.models.family import Family, HuggingFace
+from nanotron.models.flops import head_flops
+
+_WINDOW = {"sliding_window": 4096}
+_QWEN = {"num_key_value_heads": 32, **_WINDOW, "max_window_layers": 28}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(LlamaConfig, HuggingFace("LlamaForCausalLM", (False, True), {"max_position_embeddings": 2048})),
+    "mistral": Family(
+        MistralConfig, HuggingFace("MistralForCausalLM", (False,), {"num_key_value_heads": 8, **_WINDOW})
+    ),
+    "qwen2": Family(Qwen2Config, HuggingFace("Qwen2ForCausalLM", (True,), _QWEN)),
+    "qwen3": Family(Qwen3Config, HuggingFace("Qwen3ForCausalLM", (False, True), {**_QWEN, "head_dim": 128})),
+}
+
+
+def family_name(config: ModelConfig) -> str:
+    """The name of a model's family."""
+    return next(name for name, family in FAMILIES.items() if type(config) is family.config)
+
+
+def family_of(config: ModelConfig) -> Family:
+    """A model's family."""
+    return FAMILIES[family_name(config)]
+
+
+def layer_costs(config: ModelConfig, sequence_length: int) -> list[int]:
+    """FLOPs of each layer's forward over one sequence."""
+    family = family_of(config)
+    kinds = family.layer_kinds(config)
+    flops = {kind: family.layer_flops(config, kind, sequence_length) for kind in set(kinds)}
+    return [flops[kind] for kind in kinds]
+
+
+def flops_per_step(config: ModelConfig, *, num_samples: int, sequence_length: int) -> int:
+    """Model FLOPs of forward and backward over ``num_samples`` sequences; recomputation is not counted."""
+    forward = sum(layer_costs(config, sequence_length)) + head_flops(config, sequence_length)
+    return 3 * num_samples * forward

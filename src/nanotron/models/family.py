@@ -1,0 +1,51 @@
+"""What the rest of the house asks of a family of models. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanotron.models.flops import decoder_layer_flops
+from nanotron.models.specs import decoder_specs, dense_layers
+from nanotron.parallel.params import ParamSpec
+
+if TYPE_CHECKING:
+    from nanotron.config.model import ModelConfig
+    from nanotron.models.decoder import DecoderChunk
+
+
+def decoder_chunk() -> type[DecoderChunk]:
+    """The chunk of a decoder whose layers are dense."""
+    from nanotron.models.decoder import DecoderChunk
+
+    return DecoderChunk
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """How a family looks in a Hugging Face folder."""
+
+    architecture: str
+    attention_bias: tuple[bool, ...]
+    """The values of attention_bias that the Hugging Face model can have."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What a config.json may leave out, where it is neither our default nor that of all families there."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family. Wherever a model's shape is asked for, it is an instance of ``config``."""
+
+    config: type[ModelConfig]
+    """Its keys; a mapping with ``is_<name>_config: true`` is read as this class."""
+    hugging_face: HuggingFace | None = None
+    """None: it can be neither imported nor exported."""
+    specs: Callable[..., dict[str, ParamSpec]] = decoder_specs
+    """(config, *, std, scaling_method, sequence_parallel) -> every parameter by global name, in the model's order."""
+    layer_kinds: Callable[[ModelConfig], Sequence[str]] = dense_layers
+    """The kind of each layer; layers of one kind have equal parameters, memory and FLOPs."""
+    layer_flops: Callable[[ModelConfig, str, int], int] = decoder_layer_flops
+    """(config, kind, tokens) -> FLOPs of a layer's forward over one sequence."""
+    chunk: Callable[[], type[DecoderChunk]] = decoder_chunk
+    """The class of its pipeline chunks; a function, since torch is imported only where a model is built."""

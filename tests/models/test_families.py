@@ -1,0 +1,60 @@
+"""A family of models is one file and its line in the table: nothing else in the house has to know of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from nanotron.models.families import FAMILIES
+
+ROOT = Path(__file__).parents[2]
+TABLE = "FAMILIES: dict[str, Family] = {\n"
+
+TRAINED = """
+from nanotron.models.specs import StageModules
+from nanotron.plan.measure import Measurements, measure_chunk
+from tests.parity.__main__ import compare
+from tests.parity.cases import Case
+from tests.parity.run import config_of
+from tests.pool import Pool
+
+if __name__ == "__main__":
+    config = config_of(Case(family="toy", layers=9))
+    whole, measured = StageModules.whole(config.model.model_config), Measurements(accelerator=False)
+    assert measured.chunk(config, whole) == measure_chunk(config, whole, accelerator=False)
+    assert measured.state(config, 0, [whole]).total == measured.state(config, 0, [whole], every_layer=True).total
+
+    pool, references = Pool(), {}
+    cases = [
+        Case(dp=2, tp=2, pp=2, family="toy", layers=5, steps=5, zero_stage=1),
+        Case(tp=2, pp=2, family="toy", layers=5, steps=5, tp_mode="REDUCE_SCATTER", schedule="zb_h1", dtype="float64"),
+    ]
+    problems = [problem for case in cases for problem in compare(pool, references, case)]
+    pool.close()
+    assert not problems, problems
+"""
+
+
+def test_a_family_in_one_file_trains_on_every_axis_as_on_one_device(tmp_path: Path) -> None:
+    """With layers of two kinds: parameters, pipeline split, FLOPs and the planner's lines go by them."""
+    package = tmp_path / "nanotron"
+    shutil.copytree(ROOT / "src" / "nanotron", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "tests" / "models" / "toy_family.py", package / "models" / "toy.py")
+    table = package / "models" / "families.py"
+    text = table.read_text()
+    assert TABLE in text
+    text = text.replace(TABLE, f'{TABLE}    "toy": toy.FAMILY,\n')
+    table.write_text(
+        text.replace("from nanotron.models.family", "from nanotron.models import toy\nfrom nanotron.models.family")
+    )
+    (tmp_path / "trained.py").write_text(TRAINED)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "trained.py")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ok ") == 2, done.stdout
+    assert "toy" not in FAMILIES
