@@ -1,5 +1,6 @@
 """The feed: a sample depends on (data seed, stage, sample index) and on nothing else."""
 
+import json
 import subprocess
 import sys
 
@@ -23,15 +24,15 @@ def stage(folder, *, name="stable", start=1, sequence_length=None, **data):
     return args | ({} if sequence_length is None else {"sequence_length": sequence_length})
 
 
-def make_feed(config, *, rank=0, consumed=None, **sizes):
+def make_feed(config, *, rank=0, state=None, **sizes):
     mesh = Mesh({"pp": sizes.get("pp", 1), "dp": config.parallelism.dp, "tp": sizes.get("tp", 1)}, rank=rank)
-    return Feed(config, mesh, device=CPU, consumed=consumed)
+    return Feed(config, mesh, device=CPU, state=state)
 
 
-def global_rows(stages, steps, *, consumed=None, first_step=1, **changes):
+def global_rows(stages, steps, *, state=None, first_step=1, **changes):
     """Rows of tokens of the given steps in global order, gathered from every dp rank, and the feed of rank 0."""
     config = make_config(data_stages=stages, **changes)
-    feeds = [make_feed(config, rank=rank, consumed=consumed) for rank in range(config.parallelism.dp)]
+    feeds = [make_feed(config, rank=rank, state=state) for rank in range(config.parallelism.dp)]
     rows = []
     for step in range(first_step, first_step + steps):
         for feed in feeds:
@@ -56,7 +57,7 @@ def test_rows_do_not_depend_on_a_global_batch_that_changes(nanoset):
     first, feed = global_rows([stage(str(nanoset))], 2)
     rest, _ = global_rows(
         [stage(str(nanoset))], 2, first_step=3, dp=2, micro_batch_size=4, batch_accumulation_per_replica=1,
-        consumed=feed.consumed,
+        state=feed.state_dict(),
     )  # fmt: skip
     assert first + rest == reference
 
@@ -83,13 +84,40 @@ def test_resuming_at_any_step_continues_the_order_through_stages(nanoset, tmp_pa
     ]  # fmt: skip
     reference, whole = global_rows(stages, 8)
     first, feed = global_rows(stages, stop)
-    rest, resumed = global_rows(stages, 8 - stop, first_step=stop + 1, consumed=feed.consumed, dp=2, micro_batch_size=1)
+    rest, resumed = global_rows(
+        stages, 8 - stop, first_step=stop + 1, state=feed.state_dict(), dp=2, micro_batch_size=1
+    )
     assert first + rest == reference
     assert resumed.state_dict() == whole.state_dict()
     assert whole.consumed == {"stable": 16, "decay": 16}
     assert whole.consumed_tokens == 16 * 8 + 16 * 16
     assert whole.counters() == f"stable 16 | decay 16 ({nanoset} 4, {tmp_path / 'late'} 12)"
     assert whole.consumed_per_source()["decay"] == {f"0:{nanoset}": 4, f"1:{tmp_path / 'late'}": 12}
+
+
+def test_counters_add_up_what_was_read_and_a_stage_that_comes_back_goes_on_whatever_the_config_became(tmp_path):
+    for seed, name in enumerate("ab"):
+        write_nanoset(tmp_path / name, random_documents(40, seed=seed))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    reference, _ = global_rows([stage(a, name="first")], 4)
+    runs = [
+        (2, stage(a, name="first"), {"first": 8}, 64, {"first": {f"0:{a}": 8}}),
+        (1, stage(a, name="first", sequence_length=16), {"first": 12}, 128, {"first": {f"0:{a}": 12}}),
+        (1, stage(b, name="renamed"), {"first": 12, "renamed": 4}, 160, {"renamed": {f"0:{b}": 4}}),
+        (1, stage(a, name="first"), {"first": 16, "renamed": 4}, 192, {"first": {f"0:{a}": 16}}),
+        (1, stage([a, b], name="first", dataset={"dataset_weights": [1, 1]}), {"first": 20, "renamed": 4}, 224,
+         {"first": {f"0:{a}": 18, f"1:{b}": 2}}),
+    ]  # fmt: skip
+    state, step = None, 0
+    for steps, of_stage, consumed, tokens, per_source in runs:
+        rows, feed = global_rows([of_stage], steps, first_step=step + 1, state=state)
+        state, step = json.loads(json.dumps({**feed.state_dict(), "data": feed.fingerprints()})), step + steps
+        assert (state["consumed"], state["consumed_tokens"]) == (consumed, tokens)
+        assert per_source.items() <= state["consumed_per_source"].items()
+        if step == 5:
+            assert rows == reference[12:]
+    assert set(state["data"]) == set(state["consumed_per_source"]) == {"first", "renamed"}
+    assert feed.counters() == f"first 20 ({a} 18, {b} 2) | renamed 4"
 
 
 def test_an_epoch_reads_every_window_once_and_the_next_epoch_in_another_order(tmp_path):

@@ -248,13 +248,11 @@ def test_two_stages_of_folders_and_a_hub_data_set_stop_in_the_second_and_resume_
         {"name": "second", "start_training_step": 3, "sequence_length": 12, "data": {"dataset": hub}},
     ]
 
-    def digests(dp, steps, consumed=None):
+    def digests(dp, steps, state=None):
         sizes = {"dp": dp, "micro_batch_size": 1, "batch_accumulation_per_replica": 4 // dp}
         named = {"tokenizer_name_or_path": tokenizer}
         config = make_config(data_stages=stages, model_config={"vocab_size": 300}, tokenizer=named, **sizes)
-        feeds = [
-            Feed(config, Mesh({"dp": dp}, rank), device=torch.device("cpu"), consumed=consumed) for rank in range(dp)
-        ]
+        feeds = [Feed(config, Mesh({"dp": dp}, rank), device=torch.device("cpu"), state=state) for rank in range(dp)]
         found = []
         for step in steps:
             rows = [
@@ -267,7 +265,7 @@ def test_two_stages_of_folders_and_a_hub_data_set_stop_in_the_second_and_resume_
 
     whole, end = digests(1, range(1, 8))
     before, state = digests(2, range(1, 5))
-    after, resumed_end = digests(4, range(5, 8), state["consumed"])
+    after, resumed_end = digests(4, range(5, 8), state)
     assert before + after == whole
     assert resumed_end == end
     assert end["consumed"] == {"first": 8, "second": 20}

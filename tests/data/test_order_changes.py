@@ -1,5 +1,6 @@
 """What would change the order of a stage that was begun is refused on resume, by its key and both values."""
 
+import json
 import logging
 
 import pytest
@@ -90,9 +91,9 @@ def test_the_seed_matters_to_a_stream_only_where_it_is_shuffled():
 
 
 def test_a_run_refuses_to_go_on_in_another_order_unless_it_is_allowed(tmp_path, caplog):
-    def run(*, allow_data_change=False, **data):
+    def run(*, name="only", allow_data_change=False, **data):
         values = values_of(tmp_path, checkpoints__checkpoint_interval=2, tokens__train_steps=steps)
-        values["data_stages"][0]["data"] |= data
+        values["data_stages"][0] |= {"name": name, "data": values["data_stages"][0]["data"] | data}
         config = get_config_from_dict(values)
         return train(config, Mesh(mesh_axes(config), 0), torch.device("cpu"), allow_data_change=allow_data_change)
 
@@ -112,4 +113,9 @@ def test_a_run_refuses_to_go_on_in_another_order_unless_it_is_allowed(tmp_path, 
     with caplog.at_level(logging.WARNING, logger="nanotron"):
         assert run(seed=6, allow_data_change=True) == 0
     assert any("data.seed was 5" in record.getMessage() for record in caplog.records)
-    assert len(metrics_of(tmp_path)) == 3
+    steps = 4
+    assert run(name="renamed") == 0  # a new stage, so nothing of it changed
+    assert [row["consumed_tokens"] for row in metrics_of(tmp_path)] == [192, 384, 576, 768]
+    state = json.loads((tmp_path / "4" / "state.json").read_text())
+    assert state["consumed"] == {"only": 36, "renamed": 12}
+    assert list(state["data"]) == ["only", "renamed"]

@@ -158,11 +158,9 @@ def config_for(dataset, *, dp=1, tokenizer=None, **data):
     return make_config(data_stages=stages, dp=dp, tokenizer={"tokenizer_name_or_path": tokenizer})
 
 
-def global_tokens(config, steps, *, first=1, consumed=None, streams=None):
+def global_tokens(config, steps, *, first=1, state=None):
     dp, device = config.parallelism.dp, torch.device("cpu")
-    feeds = [
-        Feed(config, Mesh({"dp": dp}, rank), device=device, consumed=consumed, streams=streams) for rank in range(dp)
-    ]
+    feeds = [Feed(config, Mesh({"dp": dp}, rank), device=device, state=state) for rank in range(dp)]
     rows = [
         row.tolist()
         for step in range(first, first + steps)
@@ -181,9 +179,7 @@ def test_the_documented_examples_stop_and_resume_on_another_dp(name):
     dataset = {"python": f"{EXAMPLES}:{name}", "arguments": arguments}
     reference, whole = global_tokens(config_for(dataset), 6)
     first, state = global_tokens(config_for(dataset), 2)
-    rest, resumed = global_tokens(
-        config_for(dataset, dp=2), 2, first=3, consumed=state["consumed"], streams=state["streams"]
-    )
+    rest, resumed = global_tokens(config_for(dataset, dp=2), 2, first=3, state=state)
     assert first + rest == reference
     assert resumed == whole
     assert ("a" in state["streams"]) == (name != "Squares")
@@ -210,14 +206,14 @@ def test_a_hub_data_set_is_streamed_and_resumed(tmp_path, monkeypatch):
     whole = [token for text in texts for token in [*tokenizer.encode(text).ids, end]]
     assert [token for row in reference for token in row] == whole[: len(reference) * 8]
     first, state = global_tokens(config(1), 4)
-    rest, _ = global_tokens(config(2), 3, first=5, consumed=state["consumed"], streams=state["streams"])
+    rest, _ = global_tokens(config(2), 3, first=5, state=state)
     assert first + rest == reference
 
 
 def test_a_checkpoint_without_the_position_is_refused():
     config = config_for({"python": f"{EXAMPLES}:counting"})
     with pytest.raises(ConfigError, match="no position at sample 8 of the streams of stage 'a'"):
-        global_tokens(config, 1, consumed={"a": 8})
+        global_tokens(config, 1, state={"consumed": {"a": 8}})
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,7 @@ def test_blended_streams_do_not_depend_on_the_layout_nor_on_a_stop(shuffle_block
     assert global_tokens(other, 8) == (reference, whole)
     for stop in range(1, 8):
         first, state = global_tokens(config_for(THREE, shuffle_block=shuffle_block), stop)
-        rest, resumed = global_tokens(
-            other, 8 - stop, first=stop + 1, consumed=state["consumed"], streams=state["streams"]
-        )
+        rest, resumed = global_tokens(other, 8 - stop, first=stop + 1, state=state)
         assert first + rest == reference
         assert resumed == whole
 
@@ -135,8 +133,8 @@ def test_a_blend_with_rare_sources_resumes_at_every_step_again_and_again(nanoset
     rows, state = global_tokens(config, 0)
     for step in range(1, 7):
         for steps in (0, 0, 1):  # two runs are stopped before their first step
-            before, position = state, {"consumed": state["consumed"], "streams": state["streams"]}
-            more, state = global_tokens(config, steps, first=step, **position)
+            before = state
+            more, state = global_tokens(config, steps, first=step, state=before)
             rows += more
             assert steps or state == before
     assert (rows, state) == (reference, whole)
@@ -168,7 +166,7 @@ def test_streamed_hub_data_sets_are_blended_by_weight_and_resumed(tmp_path, monk
     reference, whole = global_tokens(config(1), 8)
     assert whole["consumed_per_source"] == {"a": {"0:a": 8, "1:b": 24}}
     first, state = global_tokens(config(1), 4)
-    rest, resumed = global_tokens(config(2), 2, first=5, consumed=state["consumed"], streams=state["streams"])
+    rest, resumed = global_tokens(config(2), 2, first=5, state=state)
     assert first + rest == reference
     assert resumed == whole
     del dataset["streaming"]
@@ -190,9 +188,8 @@ def test_positions_of_other_streams_and_rows_among_streams_are_refused():
     ]:
         config, state = config_for(dataset, shuffle_block=block), saved[held]
         for rank in (0, 1):  # the second rank of a pipeline reads no stream, and refuses with the first
-            mesh, position = Mesh({"pp": 2}, rank), {"consumed": state["consumed"], "streams": state["streams"]}
             with pytest.raises(ConfigError, match=r"positions of stage 'a' .* put them and data.shuffle_block back"):
-                Feed(config, mesh, device=torch.device("cpu"), **position)
+                Feed(config, Mesh({"pp": 2}, rank), device=torch.device("cpu"), state=state)
     rows = {"python": [f"{EXAMPLES}:counting", f"{EXAMPLES}:Squares"], "arguments": [{}, {"sequence_length": 8}]}
     with pytest.raises(ConfigError, match=r"custom_data.py:Squares gives rows by number and others .* are streams"):
         global_tokens(config_for(rows), 1)

@@ -74,10 +74,12 @@ class Feed:
         mesh: Mesh,
         *,
         device: torch.device,
-        consumed: Mapping[str, int] | None = None,
-        streams: Mapping[str, dict[str, Any]] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
-        """`consumed` (samples per stage) and `streams` (positions) are those of the checkpoint to resume from."""
+        """`state` is the state.json of the checkpoint to go on from: what `state_dict` gave, and `data`, fingerprints.
+
+        What it says of stages that the config does not have is kept: they may come back.
+        """
         self._device = device
         self._micro_batch_size = config.tokens.micro_batch_size
         self._accumulation = config.tokens.batch_accumulation_per_replica
@@ -88,14 +90,15 @@ class Feed:
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
         self._stages = build_stages(config)
         self._log_shares()
-        self.consumed = {scheduled.name: int((consumed or {}).get(scheduled.name, 0)) for scheduled in self._stages}
-        self._streams = dict(streams or {})
+        state = state or {}
+        self.consumed: dict[str, int] = {scheduled.name: 0 for scheduled in self._stages} | state.get("consumed", {})
+        self.consumed_tokens: int = state.get("consumed_tokens", 0)
+        self._consumed_before = dict(self.consumed)
+        self._per_source_before: dict[str, dict[str, int]] = state.get("consumed_per_source", {})
+        self._streams: dict[str, dict[str, Any]] = dict(state.get("streams", {}))
+        self._fingerprints_before: dict[str, list[dict[str, Any]]] = state.get("data", {})
         self._fingerprints: dict[str, list[dict[str, Any]]] | None = None
-        self._replica: ReplicaShare | None = None
-        for scheduled in self._stages:
-            if isinstance(scheduled.stage, StreamStage):
-                self._replica = self._replica or ReplicaShare(mesh, device=device)
-                self._resume_stream(scheduled.name, scheduled.stage)
+        self._replica = self._resume_streams(mesh)
         workers = max(stage.data.num_loading_workers for stage in config.data_stages)
         self._steps_ahead = 0 if workers == 0 else max(_LEAST_STEPS_AHEAD, workers)
         self._loads: deque[_Load] = deque()
@@ -103,41 +106,46 @@ class Feed:
         num_threads = 1 if self._replica is not None else max(1, workers)
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="data")
 
-    def _resume_stream(self, name: str, stage: StreamStage) -> None:
-        position = self._streams.get(name)
-        if (position["next_sample"] if position else 0) != self.consumed[name]:
+    def _resume_streams(self, mesh: Mesh) -> ReplicaShare | None:
+        """Go to the positions of the stages that are streams, where this rank reads them; None if there are none."""
+        stages = [scheduled.stage for scheduled in self._stages if isinstance(scheduled.stage, StreamStage)]
+        for stage in stages:
+            self._check_position(stage)
+        replica = ReplicaShare(mesh, device=self._device) if stages else None
+        for stage in stages:
+            if replica is not None and replica.is_reader and stage.name in self._streams:
+                stage.load_state_dict(self._streams[stage.name])
+        return replica
+
+    def _check_position(self, stage: StreamStage) -> None:
+        """Raise ConfigError, on every rank, where the checkpoint does not say where the streams of a stage go on."""
+        position, consumed = self._streams.get(stage.name), self.consumed[stage.name]
+        if (position["next_sample"] if position else 0) != consumed:
             raise ConfigError(
-                f"the checkpoint has no position at sample {self.consumed[name]} of the streams of stage {name!r}; "
+                f"the checkpoint has no position at sample {consumed} of the streams of stage {stage.name!r}; "
                 "begin the stage under another name, or train on tokenized files"
             )
-        assert self._replica is not None
         if position:
             stage.check_positions(position)
-            if self._replica.is_reader:
-                stage.load_state_dict(position)
-
-    @property
-    def consumed_tokens(self) -> int:
-        """Tokens consumed by all stages together."""
-        return sum(self.consumed[scheduled.name] * scheduled.sequence_length for scheduled in self._stages)
 
     def consumed_per_source(self) -> dict[str, dict[str, int]]:
-        """For each stage, the samples that each of its sources gave."""
-        counts = {}
+        """For each stage, the samples that each of its sources gave: those of the checkpoint, and those since."""
+        counts = dict(self._per_source_before)
         for scheduled in self._stages:
-            taken = scheduled.stage.taken(self.consumed[scheduled.name])
-            names = [f"{number}:{name}" for number, name in enumerate(scheduled.stage.source_names)]
-            counts[scheduled.name] = dict(zip(names, taken, strict=True))
+            name, stage = scheduled.name, scheduled.stage
+            before, now = (stage.taken(consumed[name]) for consumed in (self._consumed_before, self.consumed))
+            counts[name] = dict(counts.get(name, {}))
+            for number, source in enumerate(stage.source_names):
+                key = f"{number}:{source}"
+                counts[name][key] = counts[name].get(key, 0) + now[number] - before[number]
         return counts
 
     def counters(self) -> str:
         """Samples of each stage, and of each source where there are several, for the log."""
         parts = []
-        for scheduled in self._stages:
-            samples, names = self.consumed[scheduled.name], scheduled.stage.source_names
-            taken = zip(names, scheduled.stage.taken(samples), strict=True)
-            sources = " (" + ", ".join(f"{name} {count}" for name, count in taken) + ")" if len(names) > 1 else ""
-            parts.append(f"{scheduled.name} {samples}{sources}")
+        for name, counts in self.consumed_per_source().items():
+            sources = ", ".join(f"{source.partition(':')[2]} {count}" for source, count in counts.items())
+            parts.append(f"{name} {self.consumed[name]}" + (f" ({sources})" if len(counts) > 1 else ""))
         return " | ".join(parts)
 
     def step(self, n: int) -> StepData:
@@ -154,6 +162,7 @@ class Feed:
         self._log_new_epochs(scheduled, first)
         self._load_ahead(n + 1)
         num_tokens = self._global_batch * scheduled.sequence_length
+        self.consumed_tokens += num_tokens
         return StepData(scheduled.name, [self._batch(part) for part in rows], self._global_batch, num_tokens)
 
     def validation(self, n: int) -> Iterator[list[Batch]]:
@@ -267,7 +276,7 @@ class Feed:
     def fingerprints(self) -> dict[str, list[dict[str, Any]]]:
         """For each stage, what identifies the data of each of its sources; read from the files once."""
         if self._fingerprints is None:
-            self._fingerprints = {
+            self._fingerprints = self._fingerprints_before | {
                 scheduled.name: [{"name": source.name, **source.fingerprint()} for source in scheduled.stage.sources]
                 for scheduled in self._stages
             }

@@ -26,12 +26,10 @@ logger = get_logger(__name__)
 
 
 class Start(NamedTuple):
-    """Where a run begins; ``fingerprints`` of the data and ``config`` are a checkpoint's, None for a fresh start."""
+    """Where a run begins; ``state`` and ``config`` are a checkpoint's, None for a fresh start."""
 
     step: int = 0
-    consumed: dict[str, int] | None = None
-    streams: dict[str, Any] | None = None
-    fingerprints: dict[str, Any] | None = None
+    state: dict[str, Any] | None = None
     config: dict[str, Any] | None = None
 
 
@@ -64,8 +62,7 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
         logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
         return Start()
     logger.info(f"resuming from {resume.checkpoint}, step {resume.step}")
-    made_with = saved_config(resume.checkpoint)
-    return Start(resume.step, state["consumed"], state["streams"], state["data"], made_with)
+    return Start(resume.step, state, saved_config(resume.checkpoint))
 
 
 def _spent(checkpoints: CheckpointsArgs, own: str) -> list[str]:

@@ -98,12 +98,12 @@ def train(
 def _open_feed(config: Config, mesh: Mesh, device: torch.device, start: Start, *, allow_data_change: bool) -> Feed:
     """The data from where the run starts on; raises ConfigError where it would not go on as the checkpoint's did."""
     allowed: list[str] = []
-    if start.config is not None:
-        changes = order_changes(start.config, config.to_dict(), start.consumed or {}, start.streams or {})
+    if start.state is not None and start.config is not None:
+        changes = order_changes(start.config, config.to_dict(), start.state["consumed"], start.state["streams"])
         allowed += check_data(changes, allow_change=allow_data_change)
-    feed = Feed(config, mesh, device=device, consumed=start.consumed, streams=start.streams)
-    if start.fingerprints is not None:
-        changes = fingerprint_changes(start.fingerprints, feed.fingerprints())
+    feed = Feed(config, mesh, device=device, state=start.state)
+    if start.state is not None:
+        changes = fingerprint_changes(start.state["data"], feed.fingerprints())
         allowed += check_data(changes, allow_change=allow_data_change)
     for line in allowed if mesh.rank == 0 else []:  # every rank found them
         logger.warning(line)
