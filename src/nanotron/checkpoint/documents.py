@@ -11,7 +11,7 @@ from nanotron.checkpoint import schema
 from nanotron.checkpoint.format import CONFIG, MODEL_CONFIG, STATE, Damaged
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
 
-POSITION = ("consumed", "streams", "data", "optimizer_updates")
+POSITION = ("consumed", "consumed_tokens", "consumed_per_source", "streams", "data", "optimizer_updates")
 PARSERS: dict[str, tuple[Callable[[str], Any], TypeAdapter[Any]]] = {
     STATE: (schema.parse_json, schema.STATE),
     CONFIG: (schema.parse_yaml, schema.SAVED_CONFIG),
