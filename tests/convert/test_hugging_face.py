@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,13 +22,14 @@ from nanotron.checkpoint.resume import agree_resume
 from nanotron.checkpoint.write import Saver
 from nanotron.convert.exporting import export_hf
 from nanotron.convert.importing import import_weights, parse_model_config, read_model_config
-from nanotron.convert.sources import load_weights
+from nanotron.convert.sources import load_weights, open_weights
 from nanotron.errors import ConfigError
 from nanotron.models.hf_config import hf_config, model_config_from_hf
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box
 from tests.convert.models import MODELS, SHAPE, hugging_face_model, logits_of, save_hugging_face, weight_pieces
 
+WEIGHTS_INDEX = "model.safetensors.index.json"
 TOKENS = torch.randint(0, 67, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
@@ -296,6 +300,12 @@ def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
         ({"num_hidden_layers": 4}, "it has no model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, r"model.layers.2.input_layernorm.weight is no tensor of the model that the config"),
         ({"vocab_size": None}, "config.json: vocab_size: missing"),
+        (
+            {"num_hidden_layers": 10_000_000},
+            "num_hidden_layers=10000000 of its config is another model's",
+        ),
+        ({"rope_scaling": "abc"}, r'config.json: rope_scaling is "abc": Input should be a valid dictionary'),
+        ({"eos_token_id": []}, r"config.json: eos_token_id is \[\]: List should have at least 1 item"),
         ({"vocab_size": 68}, r"model.embed_tokens.weight has shape \[67, 32\], the model's config needs \[68, 32\]"),
     ],
 )
@@ -305,6 +315,44 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, change: dict[str, obje
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ConfigError, match=message):
         import_weights(str(tmp_path), str(tmp_path / "ours"))
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("config.json", "[1]", "config.json: it is [1]: Input should be a valid dictionary"),
+        ("config.json", "{", "config.json: EOF while parsing"),
+        ("config.json", "[" * 50_000, "config.json: recursion limit exceeded"),
+        (WEIGHTS_INDEX, "{", f"{WEIGHTS_INDEX}: EOF while parsing"),
+        (
+            WEIGHTS_INDEX,
+            '{"weight_map": [1]}',
+            "weight_map is [1]: Input should be a valid dictionary",
+        ),
+        (
+            WEIGHTS_INDEX,
+            '{"weight_map": {"a": "../b"}}',
+            'weight_map.a is "../b": String should match',
+        ),
+        (WEIGHTS_INDEX, '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors is missing"),
+    ],
+)
+def test_a_file_that_is_none_is_named_in_a_line(tmp_path: Path, file: str, text: str, message: str) -> None:
+    save_hugging_face("llama", tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        import_weights(str(tmp_path), str(tmp_path / "ours"))
+
+
+def test_no_value_of_a_config_is_more_than_a_mistake(tmp_path: Path) -> None:
+    save_hugging_face("qwen2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 64, "rope_scaling": None, "layer_types": None}
+    hostile = ("abc", [], {}, -1, 1.5, float("nan"), 10**30, True, None, [[]], {"a": [1]}, ["x"])
+    for key, value in product([*config, "rope_theta", "max_window_layers", "attention_bias"], hostile):
+        (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+        with suppress(ConfigError):
+            open_weights(str(tmp_path), read_model_config(str(tmp_path)))
 
 
 @pytest.mark.parametrize(

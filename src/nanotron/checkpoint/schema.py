@@ -102,12 +102,6 @@ class SavedConfig(TypedDict, total=False):
     tokens: SavedTokens
 
 
-class WeightMap(TypedDict):
-    """model.safetensors.index.json of a Hugging Face model: the file of each tensor."""
-
-    weight_map: dict[str, FileName]
-
-
 class HeaderEntry(TypedDict):
     """A tensor in the header of a safetensors file."""
 
@@ -120,7 +114,6 @@ INDEX = TypeAdapter(IndexEntry)
 STATE = TypeAdapter(State)
 SAVED_CONFIG = TypeAdapter(SavedConfig)
 MAPPING = TypeAdapter(dict[str, Any])
-WEIGHT_MAP = TypeAdapter(WeightMap)
 HEADER = TypeAdapter(dict[str, HeaderEntry])
 HEADER_METADATA = TypeAdapter(dict[str, str])
 

@@ -14,13 +14,14 @@ from pydantic import TypeAdapter, ValidationError
 from nanotron.checkpoint.commit import write_index
 from nanotron.checkpoint.format import STATE, key_of, shard_name
 from nanotron.checkpoint.read import DTYPES, Tensors
-from nanotron.checkpoint.storage import Folder, open_folder, read_text
+from nanotron.checkpoint.storage import Folder, open_folder
 from nanotron.config import Config, GeneralArgs, LRSchedulerArgs, ModelArgs, OptimizerArgs, TokensArgs
 from nanotron.config.document import dump
 from nanotron.config.keys import dotted, status_of, walk
 from nanotron.config.messages import show
 from nanotron.config.model import AnyModelConfig
 from nanotron.convert.safetensors import Planned, split_by_size, write_file
+from nanotron.convert.schema import CONFIG, MAPPING, read_json
 from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open_weights
 from nanotron.convert.tokenizer import copy_tokenizer
 from nanotron.errors import ConfigError
@@ -116,12 +117,7 @@ def read_model_config(path: str) -> ModelConfig:
     kind, path = kind_of(path)
     folder = open_folder(path)
     file = "config.json" if kind == HUGGING_FACE else "model_config.json"
-    try:
-        values = json.loads(read_text(folder, file))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}/{file} is missing") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}/{file} is not JSON ({error})") from error
+    values = read_json(folder, file, CONFIG if kind == HUGGING_FACE else MAPPING)
     if kind == HUGGING_FACE:
         values = model_config_from_hf(values)
     elif kind == EXISTING:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nanotron.checkpoint import schema
 from nanotron.checkpoint.format import INDEX, Damaged, Entry, Piece
 from nanotron.checkpoint.read import DTYPES, CheckpointTensors, fill, read_box, shorten, source_kind
 from nanotron.checkpoint.resume import newest_complete
-from nanotron.checkpoint.storage import Folder, open_folder, read_header, read_text
+from nanotron.checkpoint.storage import Folder, open_folder, read_header
 from nanotron.checkpoint.verify import refuse_damage
+from nanotron.convert.schema import WEIGHT_MAP, read_json
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 from nanotron.models.families import family_of
@@ -240,7 +240,7 @@ def hugging_face_files(folder: Folder) -> Files:
     """Where each tensor of a Hugging Face model folder is; raises ConfigError when it has no safetensors."""
     names = folder.names()
     if "model.safetensors.index.json" in names:
-        listed = _listed_files(folder, "model.safetensors.index.json")
+        listed = set(read_json(folder, "model.safetensors.index.json", WEIGHT_MAP)["weight_map"].values())
     else:
         listed = {name for name in names if name.endswith(".safetensors")}
     if not listed:
@@ -253,17 +253,6 @@ def hugging_face_files(folder: Folder) -> Files:
             origin = (0,) * len(entry.shape)
             files[name] = [ForeignBox(Box(origin, entry.shape), file, entry, origin)]
     return files
-
-
-def _listed_files(folder: Folder, index: str) -> set[str]:
-    """The files that the index of a Hugging Face model names."""
-    try:
-        said = schema.parse_json(read_text(folder, index))
-        return set(schema.checked(schema.WEIGHT_MAP, said)["weight_map"].values())
-    except Damaged:
-        raise
-    except ValueError as error:
-        raise Damaged(f"{folder.path}/{index} is no index of a model's files ({error})") from error
 
 
 def existing_nanotron_files(folder: Folder) -> Files:

@@ -65,12 +65,12 @@ def _window_from_hf(family: str, values: Mapping[str, Any]) -> tuple[int | None,
     """
     used = family == "mistral" or (family != "llama" and values.get("use_sliding_window"))
     window = values.get("sliding_window") if used else None
-    layers = range(values.get("num_hidden_layers") or 0)
+    layers = values.get("num_hidden_layers") or 0
     first = 0 if family == "mistral" else values.get("max_window_layers") or 0
-    kinds = values.get("layer_types") or [SLIDING if window and layer >= first else "" for layer in layers]
-    sliding = kinds.count(SLIDING)
-    if sliding and (window is None or sliding < len(layers)):
-        return None, [f"a sliding window ({window}) in {sliding} of {len(layers)} layers"]
+    kinds = values.get("layer_types")
+    sliding = kinds.count(SLIDING) if kinds else max(0, layers - first) if window else 0
+    if sliding and (window is None or sliding < layers):
+        return None, [f"a sliding window ({window}) in {sliding} of {layers} layers"]
     return (window if sliding else None), []
 
 
