@@ -1,4 +1,4 @@
-"""Load → save → load is the identity, and no input, however odd, is answered by anything but a list of mistakes."""
+"""Load → save → load is the identity; an odd input is answered by a list of mistakes, or taken by editors too."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from nanotron.check import check
 from nanotron.config import Config, get_config_from_dict, get_config_from_file
 from nanotron.config.document import dump, parse
 from nanotron.config.messages import all_keys
+from nanotron.config.model import FAMILIES
 from nanotron.errors import ConfigError
 from tests.config.test_mistakes import RIGHT
+from tests.config.test_schema import EDITOR
 
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
 SMALL = st.integers(1, 64)
@@ -101,6 +103,7 @@ CONFIGS = st.fixed_dictionaries(
 @given(CONFIGS)
 def test_load_save_load_is_the_identity(values: dict[str, Any]) -> None:
     config = get_config_from_dict(values)
+    assert EDITOR.is_valid(values)
     with tempfile.TemporaryDirectory() as folder:
         for resolved in (True, False):
             file = Path(folder) / "x.yaml"
@@ -172,5 +175,36 @@ def test_any_value_anywhere_is_accepted_or_named(changes: list[tuple[Any, Any]],
         file.write_text(dump(values), encoding="utf-8")
         try:
             assert isinstance(check(file), Config)
+            EDITOR.validate(parse(file.read_text(encoding="utf-8")).values)
         except ConfigError as error:
             assert all(line.startswith(f"{file}:") and "\n" not in line for line in error.problems)  # noqa: PT017
+
+
+WRITTEN = [None, True, 0, 1, 2.0, 0.5, -1, "yes", "Off", "7", "1e-3", "LINEAR", "Cosine", "num_Layers", "1F1B", "fp32"]
+WRITTEN += ["All_Reduce", "SGD", "x", [], ["x"], [1], {}, {"x": 1}]
+ELSEWHERE = [*FAMILIES, "pp_engine"]  # where true is also 1, and whose names `check` knows
+KEYS = st.sampled_from(sorted(path for path in all_keys() if path[-1] not in ELSEWHERE))
+DATASET_KINDS = st.sampled_from(
+    [
+        {"corpus": "stdlib"},
+        {"dataset_folder": "x"},
+        {"hf_dataset_or_datasets": "x"},
+        {"hf_dataset_or_datasets": "x", "sft_dataloader": True},
+        {"python": "x.py:f"},
+    ]
+)
+
+
+@given(st.lists(st.tuples(KEYS, st.sampled_from(WRITTEN)), min_size=1, max_size=4), DATASET_KINDS)
+def test_an_editor_takes_what_the_loader_takes(changes: list[tuple[Any, Any]], kind: dict[str, Any]) -> None:
+    values = copy.deepcopy(parse(RIGHT).values)
+    values["data_stages"] = {"data": {"dataset": dict(kind)}, "validation": dict(kind)}
+    for path, value in changes:
+        place(values, path, value)
+    if isinstance(values["data_stages"], dict):
+        values["data_stages"] = [{"name": "a", "start_training_step": 1, **values["data_stages"]}]
+    try:
+        get_config_from_dict(values)
+    except ConfigError:
+        return
+    EDITOR.validate(values)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
-from nanotron.config.keys import Float, Int, Section, key, required, section
+from nanotron.config.keys import Float, Int, Reads, Section, key, required, section
 
 DEFAULT_STAGE_NAME = "Training"
 
@@ -42,7 +42,9 @@ Arguments = Annotated[
     Annotated[dict[str, Any], Tag("<mapping>")] | Annotated[list[dict[str, Any]], Tag("<list of mappings>")],
     Discriminator(lambda value: "<list of mappings>" if isinstance(value, list) else "<mapping>"),
 ]
-StringList = Annotated[list[str], BeforeValidator(_as_list)]
+_WEIGHTS = {"type": "object", "additionalProperties": {"type": "number"}}  # split into two keys before it is checked
+StringList = Annotated[list[str], Reads(_as_list, lambda legal: legal["items"])]
+Folders = Annotated[StringList, Reads(lambda value: value, lambda _: _WEIGHTS)]
 
 
 @section
@@ -59,7 +61,7 @@ class EmbeddedCorpusArgs:
 class NanosetDatasetsArgs:
     """Folders of tokenized documents (datatrove's .ds files)."""
 
-    dataset_folder: StringList = required(
+    dataset_folder: Folders = required(
         "A folder, a list of folders, or a mapping of folders to weights.", example="data/my_corpus", min_length=1
     )
     dataset_weights: list[Float] | None = key(

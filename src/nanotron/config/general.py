@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from nanotron.config.keys import Derived, Float, Int, Lower, Upper, derived, fill, key, required, section
+from nanotron.config.keys import Derived, Float, Int, Lower, Reads, Upper, derived, fill, key, required, section
 
 LogLevel = Lower[Literal["debug", "info", "warning", "error", "critical"]]
 
@@ -58,7 +58,7 @@ def _schedule_name(value: Any) -> Any:
     return value.lower() if isinstance(value, str) and "." not in value else value
 
 
-ScheduleName = Annotated[str, BeforeValidator(_schedule_name)]
+ScheduleName = Annotated[str, Reads(_schedule_name, lambda legal: legal)]
 
 
 @section

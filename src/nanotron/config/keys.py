@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from typing_extensions import dataclass_transform
 
@@ -161,6 +162,41 @@ class _Nullable:
         return core_schema.nullable_schema(handler(source))
 
 
+@dataclass(frozen=True)
+class Reads:
+    """Rewrites what is written before it is checked; `also` says, in JSON Schema, what is legal because of that.
+
+    It is given the schema of what is legal without.
+    """
+
+    rewrite: Callable[[Any], Any]
+    also: Callable[[JsonSchemaValue], JsonSchemaValue]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.rewrite, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        legal = handler(schema)
+        return {"anyOf": [legal, self.also(legal)]}
+
+
+def in_any_case(names: Iterable[str]) -> JsonSchemaValue:
+    """Return the JSON Schema of some names in any case."""
+    letters = ("".join(f"[{c.upper()}{c.lower()}]" if c.isalpha() else re.escape(c) for c in name) for name in names)
+    return {"type": "string", "pattern": f"^(?:{'|'.join(letters)})$"}
+
+
+def choices(legal: JsonSchemaValue) -> list[str]:
+    """Return the choices that a JSON Schema leaves."""
+    inside = [choice for part in legal.get("anyOf", ()) for choice in choices(part)]
+    return [*legal.get("enum", ()), *([legal["const"]] if "const" in legal else ()), *inside]
+
+
+def choices_in_any_case(legal: JsonSchemaValue) -> JsonSchemaValue:
+    """Return the JSON Schema of a key's choices, in any case."""
+    return in_any_case(choices(legal))
+
+
 def _no_boolean(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("number", "true and false are no numbers")
@@ -183,6 +219,6 @@ def _upper(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_no_boolean)]
 Float = Annotated[float, BeforeValidator(_no_boolean)]
 Derived = Annotated[T, _Nullable()]
-Section = Annotated[T, BeforeValidator(_empty_section)]
-Lower = Annotated[T, BeforeValidator(_lower)]
-Upper = Annotated[T, BeforeValidator(_upper)]
+Section = Annotated[T, Reads(_empty_section, lambda _: {"type": "null"})]
+Lower = Annotated[T, Reads(_lower, choices_in_any_case)]
+Upper = Annotated[T, Reads(_upper, choices_in_any_case)]

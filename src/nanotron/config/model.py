@@ -5,10 +5,24 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic import Discriminator, Tag
 from pydantic_core import PydanticCustomError
 
-from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, fill, key, required, section
+from nanotron.config.keys import (
+    Derived,
+    Float,
+    Int,
+    Lower,
+    Reads,
+    Section,
+    choices,
+    derived,
+    fill,
+    in_any_case,
+    key,
+    required,
+    section,
+)
 
 _NO_KERNELS = "which kernel runs is decided by what the device offers; results are the same"
 
@@ -44,7 +58,7 @@ class ModelConfig:
     intermediate_size: Derived[Int] = derived(
         "Inner width of the MLP.", "8/3 of hidden_size, rounded up to a multiple of 64", gt=0
     )
-    vocab_size: Annotated[Derived[Int], BeforeValidator(_unset_when_negative)] = derived(
+    vocab_size: Annotated[Derived[Int], Reads(_unset_when_negative, lambda _: {"const": -1})] = derived(
         "Number of tokens that the model knows.", "the tokenizer's", gt=0
     )
     max_position_embeddings: Derived[Int] = derived(
@@ -287,6 +301,12 @@ def _dtype_name(value: Any) -> Any:
     return SHORT_DTYPES.get(text.lower(), text.lower()) if isinstance(text, str) else text
 
 
+DtypeName = Annotated[
+    Literal["bfloat16", "float32", "float64", "float16"],
+    Reads(_dtype_name, lambda legal: in_any_case([*SHORT_DTYPES, *choices(legal)])),
+]
+
+
 @section
 class ModelArgs:
     """The model and how it begins."""
@@ -295,7 +315,7 @@ class ModelArgs:
         "The family and shape.", example={"hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16}
     )
     init_method: Section[AnyInit] = key(None, "The initial weights.", factory=RandomInit)
-    dtype: Annotated[Literal["bfloat16", "float32", "float64", "float16"], BeforeValidator(_dtype_name)] = key(
+    dtype: DtypeName = key(
         "bfloat16", "Number format of weights and activations; bf16, fp32 and fp64 are short for them."
     )
     make_vocab_size_divisible_by: Int = key(

@@ -8,9 +8,21 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from nanotron.config.config import Config
-from nanotron.config.keys import Status
+from nanotron.config.keys import Status, in_any_case
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_NUMBER = {"pattern": r"^[-+.0-9_eE\s]+$"}
+_AS_TEXT = {
+    "integer": {"type": ["integer", "string"], **_NUMBER},
+    "number": {"type": ["number", "string"], **_NUMBER},
+    "boolean": {
+        "type": ["boolean", "string", "integer"],
+        "pattern": in_any_case(["true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off", "0"])["pattern"],
+        "minimum": 0,
+        "maximum": 1,
+    },
+}
+"""What else is read as a number or as true and false: quoted numbers, and the words for yes and no."""
 
 
 def json_schema(schedules: Sequence[str]) -> dict[str, Any]:
@@ -18,13 +30,16 @@ def json_schema(schedules: Sequence[str]) -> dict[str, Any]:
     schema: dict[str, Any] = _for_editors(TypeAdapter(Config).json_schema())
     schema["$defs"]["ParallelismArgs"]["properties"]["pp_engine"]["anyOf"] = [
         {"enum": list(schedules)},
-        {"pattern": r"\.csv$|\.py:\w+$"},
+        in_any_case(schedules),
+        {"type": "string", "pattern": r"\.csv$|\.py:\w+$"},
     ]
+    adam = schema["$defs"]["AdamWOptimizerArgs"]["properties"]
+    schema["$defs"]["OptimizerArgs"]["properties"] |= {name: {**key, "deprecated": True} for name, key in adam.items()}
     return {"$schema": DIALECT, "title": "nanotron config", **{k: v for k, v in schema.items() if k != "title"}}
 
 
 def _for_editors(node: Any) -> Any:
-    """Turn our status of a key into words that editors know, and let several branches of a union match."""
+    """Turn our status of a key into words that editors know, and say all that is read as what belongs there."""
     if isinstance(node, list):
         return [_for_editors(item) for item in node]
     if not isinstance(node, dict):
@@ -35,6 +50,12 @@ def _for_editors(node: Any) -> Any:
         for name, value in node.items()
         if name not in ("status", "title", "discriminator")
     }
+    if isinstance(plain.get("type"), str):
+        plain |= _AS_TEXT.get(plain["type"], {})
+    if "anyOf" in plain:
+        plain["anyOf"] = [
+            leaf for part in plain["anyOf"] for leaf in (part["anyOf"] if [*part] == ["anyOf"] else [part])
+        ]
     return plain if status is None else plain | _words(plain.get("description", ""), Status(**status))
 
 

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic import Discriminator, Tag
 from pydantic_core import PydanticKnownError
 
-from nanotron.config.keys import Derived, Float, Int, Lower, Section, derived, fill, key, required, section
+from nanotron.config.keys import (
+    Derived,
+    Float,
+    Int,
+    Lower,
+    Reads,
+    Section,
+    choices_in_any_case,
+    derived,
+    fill,
+    key,
+    required,
+    section,
+)
 
 
 @section
@@ -25,13 +38,13 @@ class TokensArgs:
     limit_test_batches: Int = key(0, "Batches of a test.", notice="there is no test run", ge=0)
 
 
-def _optimizer_name(canonical: str) -> BeforeValidator:
+def _optimizer_name(canonical: str) -> Reads:
     def accept_any_case(value: Any) -> Any:
         if isinstance(value, str) and value.lower() == canonical.lower():
             return canonical
         raise PydanticKnownError("literal_error", {"expected": "'adamW' or 'sgd'"})
 
-    return BeforeValidator(accept_any_case)
+    return Reads(accept_any_case, choices_in_any_case)
 
 
 @section
