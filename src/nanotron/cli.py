@@ -114,7 +114,7 @@ def inspect(
     ],
     documents: Annotated[int, typer.Option(min=0, help="First documents of a data set to show.")] = 3,
     token_bytes: Annotated[
-        int | None, typer.Option(min=2, max=4, help="Bytes per token, for flat .bin files.", show_default=False)
+        int | None, typer.Option(help="Bytes per token, for flat .bin files: 2 or 4.", show_default=False)
     ] = None,
 ) -> None:
     """Show what a checkpoint holds, and verify every byte of it; or what a data set holds: documents, lengths, text."""

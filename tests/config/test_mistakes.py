@@ -181,6 +181,14 @@ def test_validation_that_never_takes_place_is_legal_and_said(tmp_path: Path) -> 
     assert examine(file).notices == []
 
 
+def test_tokens_of_another_width_are_a_mistake_where_there_are_files_too(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(4000))
+    dataset = f"{{dataset_folder: {tmp_path}/a.bin, token_size_in_bytes: -2}}"
+    stage = f"data_stages: [{{name: a, start_training_step: 1, data: {{dataset: {dataset}}}}}]\n"
+    said = problems(tmp_path, RIGHT + "tokenizer: {tokenizer_name_or_path: null}\n" + stage)
+    assert any(line.endswith("data_stages[0].data.dataset.token_size_in_bytes: -2 is not 2 or 4") for line in said)
+
+
 def test_no_mistake_hides_another(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
     stages = (

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -131,6 +132,37 @@ def test_ids_that_megatron_wrote_as_int16_are_refused_above_32767(tmp_path):
     write_megatron(tmp_path / "text", [[[7, 32767, 40000 - 2**16]]], dtype="<i2", code=3)
     with pytest.raises(ConfigError, match=r"text.bin: token 2 \(byte 4\) is -25536 as int16; ids are 0 to 32767"):
         TokenWindows("x", open_token_files(str(tmp_path / "text")), 2).window(0)
+
+
+def test_no_byte_of_a_data_set_is_more_than_a_mistake(tmp_path):
+    """Every file of every format, flipped, cut and overwritten: what is wrong is refused in a line, wherever it is."""
+    documents = random_documents(12)
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "array").mkdir()
+    write_nanoset(tmp_path / "nanoset", documents)
+    write_megatron(tmp_path / "megatron" / "text", [[document] for document in documents])
+    np.save(tmp_path / "array" / "a.npy", np.concatenate(documents).astype("<u2"))
+    generator = np.random.default_rng(0)
+    texts = [b"", b"\xff\xfe", b"t|2", b"t|2\n-1", b"t|-2\n9", b"t|3\n9", b"t|2\n" + b"9" * 5000]
+    for file in sorted(path for path in tmp_path.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        damaged = [*texts, *(content[:size] for size in generator.integers(len(content), size=5))]
+        for position, bit in generator.integers((len(content), 8), size=(60, 2)):
+            damaged.append(content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :])
+        for data in damaged:
+            file.write_bytes(data)
+            with suppress(ConfigError):
+                list(inspect_dataset(str(file.parent)))
+            with suppress(ConfigError):
+                rows_and_starts(file.parent)
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("size", [-2, 0, 3, 8])
+def test_tokens_of_another_width_are_refused(tmp_path, size):
+    (tmp_path / "a.bin").write_bytes(bytes(24))
+    with pytest.raises(ConfigError, match=f"{size} bytes per token; use 2 or 4"):
+        list(inspect_dataset(str(tmp_path), token_bytes=size))
 
 
 def test_inspect_says_documents_tokens_tokenizer_and_draws_the_lengths(tmp_path):

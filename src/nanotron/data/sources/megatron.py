@@ -10,6 +10,7 @@ import os
 import struct
 from bisect import bisect_left, bisect_right
 from functools import cached_property
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -83,26 +84,36 @@ class MegatronFile(MappedTokens):
         """The token offsets at which the documents first … last - 1 end."""
         offsets, documents = self._arrays
         sequences = documents[first + 1 : last + 1]
+        if ((sequences < 0) | (sequences > self._num_sequences)).any():
+            self._refuse_order(first, last)
         inside = sequences[sequences < self._num_sequences]
         ends = offsets[inside] // self.dtype.itemsize
-        return np.concatenate([ends, np.full(len(sequences) - len(inside), self.num_tokens)])
+        ends = np.concatenate([ends, np.full(len(sequences) - len(inside), self.num_tokens)])
+        if (np.diff(ends, prepend=0) < 0).any() or (ends.size and ends[-1] > self.num_tokens):
+            self._refuse_order(first, last)
+        return ends
+
+    def _refuse_order(self, first: int, last: int) -> NoReturn:
+        raise ConfigError(f"{self._index_path}: documents {first} to {last} are not in order; the index is corrupt")
+
+    def _document_start(self, document: int) -> int:
+        """The token at which a document begins."""
+        offsets, documents = self._arrays
+        sequence = int(documents[document])
+        if not 0 <= sequence <= self._num_sequences:
+            self._refuse_order(document, document)
+        at_end = sequence == self._num_sequences  # an empty document may be the last
+        return self.num_tokens if at_end else int(offsets[sequence]) // self.dtype.itemsize
 
     def starts(self, start: int, stop: int) -> Indices:
         """The document starts strictly between start and stop; binary search touches a few pages of the index."""
-        offsets, documents = self._arrays
-
-        def document_start(document: int) -> int:
-            sequence = int(documents[document])
-            at_end = sequence == self._num_sequences  # an empty document may be the last
-            return self.num_tokens if at_end else int(offsets[sequence]) // self.dtype.itemsize
-
         numbers = range(self._num_entries - 1)
-        first = bisect_right(numbers, start, key=document_start)
-        last = bisect_left(numbers, stop, lo=first, key=document_start)
-        found = [document_start(document) for document in range(first, last)]
+        first = bisect_right(numbers, start, key=self._document_start)
+        last = bisect_left(numbers, stop, lo=first, key=self._document_start)
+        found = [self._document_start(document) for document in range(first, last)]
         if found != sorted(found) or (found and (found[0] <= start or found[-1] >= min(stop, self.num_tokens))):
-            raise ConfigError(f"{self._index_path}: documents {first} to {last} are not in order; the index is corrupt")
-        if first > 1 and document_start(first - 1) == document_start(first - 2) == start:
+            self._refuse_order(first, last)
+        if first > 1 and self._document_start(first - 1) == self._document_start(first - 2) == start:
             self.met_empty = first - 2
         starts = np.array(found, dtype=np.int64)
         repeated = np.diff(starts) == 0  # an empty document starts where the next one does

@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -33,14 +33,15 @@ class Metadata:
 def read_metadata(path: str) -> Metadata | None:
     """The metadata beside the `.ds` file `path`, or None when there is none."""
     try:
-        lines = Path(f"{path}.metadata").read_text().splitlines()
+        text = Path(f"{path}.metadata").read_bytes()
     except FileNotFoundError:
         return None
     try:
+        lines = text.decode().splitlines()
         # Nanosets without a tokenizer's name say the size twice: "Unknown Tokenizer|2|2".
         name, _, size = lines[0].rpartition("|")
         metadata = Metadata(name.removesuffix(f"|{size}"), int(size), int(lines[1]))
-    except (IndexError, ValueError):
+    except (IndexError, ValueError):  # also for bytes that are no text
         raise ConfigError(
             f"{path}.metadata must start with two lines, 'tokenizer|bytes per token' and the number of tokens; "
             "write the file again with `nanotron tokenize`"
@@ -163,7 +164,16 @@ class NanosetFile(MappedTokens):
         """The token offsets at which the documents first … last - 1 end; read from the file, not page by page."""
         assert self.document_ends is not None
         ends = np.fromfile(f"{self.path}.index", "<u8", min(last, self.num_documents) - first, offset=8 * first)
+        wrong = np.flatnonzero((ends > self.num_tokens) | (np.diff(ends.astype(np.int64), prepend=0) < 0))
+        if wrong.size:
+            self._refuse_order(first + int(wrong[0]))
         return ends.astype(np.int64)
+
+    def _refuse_order(self, document: int) -> NoReturn:
+        raise ConfigError(
+            f"{self.document_place(document)} ends before it begins, or after the last token; write the index again "
+            "with `nanotron tokenize`"
+        )
 
     def starts(self, start: int, stop: int) -> Indices | None:
         """The document starts strictly between start and stop, by binary search in the index."""
@@ -176,8 +186,7 @@ class NanosetFile(MappedTokens):
         inside = ends[first:last].astype(np.int64)
         gaps = np.diff(inside)
         if (gaps < 0).any():
-            place = self.document_place(first + 1 + int(np.argmax(gaps < 0)))
-            raise ConfigError(f"{place} ends before it begins; write the index again with `nanotron tokenize`")
+            self._refuse_order(first + 1 + int(np.argmax(gaps < 0)))
         if first and int(ends[first - 1]) == start == (int(ends[first - 2]) if first > 1 else 0):
             self.met_empty = first - 1
         if (gaps == 0).any():

@@ -33,6 +33,8 @@ def open_token_files(path: str, *, token_bytes: int | None = None) -> list[Token
     found = find_token_files(path)
     if not found:
         raise ConfigError(_nothing_found(path))
+    if token_bytes not in (None, 2, 4):
+        raise ConfigError(f"{path}: {token_bytes} bytes per token; use 2 or 4")
     opener = {".ds": _open_nanoset, ".idx": _open_megatron, ".npy": _open_npy, ".bin": _open_flat}
     return [opener[os.path.splitext(name)[1]](name, token_bytes) for name in found]
 
@@ -65,7 +67,7 @@ def _open_megatron(path: str, token_bytes: int | None) -> TokenFile:
 def _open_npy(path: str, token_bytes: int | None) -> TokenFile:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)  # reads the header; checks that the file is as long
-    except ValueError as error:
+    except Exception as error:  # numpy's parser of headers raises whatever it meets
         raise ConfigError(f"{path} ({os.path.getsize(path)} bytes) is truncated or not a .npy file: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ConfigError(f"{path} holds {array.dtype} of shape {array.shape}; one row of integers is needed")
