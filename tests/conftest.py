@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from tests.pool import Pool
+
+torch.set_num_threads(1)  # operations as small as these only wait for each other's threads
 
 # Machines that run the tests are busy: a slow example is no failure. `make nightly` looks at ten times as many.
 for name, examples in (("every change", 30), ("nightly", 300)):

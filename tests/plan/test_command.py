@@ -45,9 +45,9 @@ def test_a_layout_that_does_not_fit_exits_3_with_changes_that_fit(config_file: P
 
 def test_search_writes_a_config_that_checks(config_file: Path, tmp_path: Path) -> None:
     best = tmp_path / "best.yaml"
-    code, output = run(config_file, "--search", "--nodes", 1, "--gpus-per-node", 4, "-o", best)
+    code, output = run(config_file, "--search", "--nodes", 1, "--gpus-per-node", 2, "-o", best)
     assert code == 0, output
-    config = examine(best, nproc=4, files=False).config
+    config = examine(best, nproc=2, files=False).config
     assert config.global_batch_size == 4
     assert "legal layouts" in output
 

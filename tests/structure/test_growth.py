@@ -29,15 +29,6 @@ SAMPLED = (200, 400, 1000)
 PAGES = 1 << 20  # bytes by which the resident set may differ: the allocator's, not the run's
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More only get in each other's way at these sizes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def tiny(folder: Path, steps: int, interval: int) -> dict[str, Any]:
     values = values_of(folder / "checkpoints", checkpoints__checkpoint_interval=interval)
     values["general"]["run"] = "growth"
