@@ -55,7 +55,7 @@ class Pool:
         self._workers: dict[int, _Worker] = {}
         self._cases = itertools.count()
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
         """Run `function(rank, world, *args)` on ranks 0..world-1 and return the results in rank order.
 
         Raises CaseFailed with the failing ranks' tracebacks, or the stacks of the ranks that hang.

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from nanotron.config import get_config_from_dict
+from nanotron.config import Config
 from nanotron.data.feed import Feed
 from nanotron.launch import codes
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
-from tests.checkpoint.runs import different, run, values_of
+from nanotron.training.trainer import train
+from tests.checkpoint.runs import different
+from tests.commands import nanotron
+from tests.parity.cases import Case
+from tests.parity.run import config_of
 from tests.pool import Pool
 
 FUNCTIONS = 6
 """rms_norm, add_and_norm, queries_and_keys, swiglu; softmax_and_log_z, logit_gradient."""
+CASE = Case(rows=2, compile=True)
+"""All tests here, and one of parity's, need the same kernels: what costs is the compiler that makes them."""
 
 
 class Compiled(NamedTuple):
@@ -38,10 +43,7 @@ def compiled_graphs(rank: int, world: int, layers: int, recompute: bool) -> Comp
 
     reset()  # type: ignore[no-untyped-call]
     counters.clear()
-    values = values_of("unused", parallelism__recompute_layer=recompute)
-    values["model"]["compile"] = True
-    values["model"]["model_config"]["num_hidden_layers"] = layers
-    config = get_config_from_dict(values)
+    config = config_of(replace(CASE, layers=layers, recompute_layer=recompute))
     mesh = Mesh()
     training = Training(config, mesh, "cpu")
     training.initialize()
@@ -54,51 +56,37 @@ def compiled_graphs(rank: int, world: int, layers: int, recompute: bool) -> Comp
     return Compiled(graphs[0], graphs[2])
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_each_function_is_compiled_once_whatever_the_number_of_layers_and_steps(pool: Pool, recompute: bool) -> None:
-    found = [pool.run(1, compiled_graphs, layers, recompute)[0] for layers in (1, 3)]
-    assert found == [Compiled(FUNCTIONS, FUNCTIONS)] * 2
+@pytest.mark.parametrize(("layers", "recompute"), [(1, False), (3, True)])
+def test_each_function_is_compiled_once_whatever_the_number_of_layers_and_steps(
+    pool: Pool, layers: int, recompute: bool
+) -> None:
+    assert pool.run(1, compiled_graphs, layers, recompute) == [Compiled(FUNCTIONS, FUNCTIONS)]
 
 
-def test_a_compiled_run_that_stopped_goes_on_bit_for_bit(pool: Pool, tmp_path: Path) -> None:
-    values = values_of(tmp_path / "run", (1, 2, 1), checkpoints__checkpoint_interval=2, model__compile=True)
-    values["tokens"]["train_steps"] = 4
-    assert pool.run(2, run, values) == [codes.DONE] * 2
-    shutil.move(tmp_path / "run" / "4", tmp_path / "straight")
-    assert pool.run(2, run, values) == [codes.DONE] * 2
-    assert different(tmp_path / "run" / "4", tmp_path / "straight") == []
+def run_of(case: Case, folder: Path) -> Config:
+    """A run of four steps that saves the second and the last."""
+    config = config_of(replace(case, steps=4))
+    return replace(config, checkpoints=replace(config.checkpoints, checkpoints_path=str(folder), checkpoint_interval=2))
 
 
-CONFIG = """
-general: {project: tiny, seed: 1}
-parallelism: {dp: 2}
-model:
-  dtype: float32
-  model_config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, vocab_size: 64}
-tokens: {sequence_length: 16, train_steps: 3, micro_batch_size: 1, batch_accumulation_per_replica: 2}
-optimizer: {learning_rate_scheduler: {learning_rate: 1.0e-3}}
-checkpoints: {checkpoint_interval: 100000}
-data_stages: [{name: main, start_training_step: 1, data: {dataset: null}}]
-"""
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["lm_loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses_and_lines(folder: Path, name: str, *, compile: bool) -> tuple[list[float], list[str]]:
-    """Train with two forked ranks: the losses, and the lines that speak of compiling."""
-    (folder / "tiny.yaml").write_text(CONFIG)
-    overrides = [f"--override=model.compile={compile}", f"--override=checkpoints.checkpoints_path={name}"]
-    command = [sys.executable, "-m", "nanotron.cli", "train", "tiny.yaml", *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == codes.DONE, done.stdout + done.stderr
-    losses = [json.loads(line)["lm_loss"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
-    return losses, [line for line in done.stdout.splitlines() if "compil" in line]
-
-
-def test_forked_ranks_compile_say_so_and_have_the_losses_of_those_that_do_not(tmp_path: Path) -> None:
-    compiled, lines = losses_and_lines(tmp_path, "first", compile=True)
-    eager, none = losses_and_lines(tmp_path, "second", compile=False)
-    assert compiled == pytest.approx(eager, rel=1e-5)
-    assert len(compiled) == 3
-    assert not none
+def test_forked_ranks_compile_say_so_go_on_bit_for_bit_and_have_the_losses_of_one_that_does_not(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_of(replace(CASE, dp=2), run).save_as_yaml(tmp_path / "tiny.yaml")
+    straight = nanotron(tmp_path, "train", "tiny.yaml")
+    assert straight.returncode == codes.DONE, straight.stdout + straight.stderr
+    lines = [line for line in straight.stdout.splitlines() if "] compil" in line]
     assert "compiling in the first step" in lines[0]
     assert "s by the end of step 1" in lines[1]
     assert len(lines) == 2, "a later step compiled too"
+    shutil.move(run / "4", tmp_path / "straight")
+    resumed = nanotron(tmp_path, "train", "tiny.yaml")
+    assert resumed.returncode == codes.DONE, resumed.stdout + resumed.stderr
+    assert different(run / "4", tmp_path / "straight") == []
+    eager = run_of(replace(CASE, compile=False), tmp_path / "eager")
+    assert train(eager, Mesh(), torch.device("cpu")) == codes.DONE
+    assert losses(run) == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
+    assert len(losses(run)) == 4
