@@ -17,6 +17,7 @@ from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, wa
 from nanotron.config.load import Reading, notices, read_file, refuse
 from nanotron.config.messages import nearest, show
 from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
+from nanotron.data.document_ends import mask_problems
 from nanotron.data.probe import (
     FoundDataset,
     dataset_problems,
@@ -202,6 +203,12 @@ def _data_can_be_read(config: Config) -> list[Rule]:
 @_file_probe("data_stages[].data.dataset", "data_stages[].validation", "tokenizer", "model.model_config.vocab_size")
 def _vocabulary_is_known(config: Config) -> Findings:
     for problem in vocabulary_problems(config):
+        yield dotted(problem.path), problem.text
+
+
+@_file_probe("data_stages[].data.dataset", "data_stages[].validation", "tokenizer", "model.model_config")
+def _masks_find_documents(config: Config) -> Findings:
+    for problem in mask_problems(config):
         yield dotted(problem.path), problem.text
 
 

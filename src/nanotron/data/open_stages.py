@@ -16,8 +16,9 @@ from nanotron.config import (
     PretrainDatasetsArgs,
     SFTDatasetsArgs,
 )
+from nanotron.data.document_ends import end_token, end_token_of_files
 from nanotron.data.order.stage import Stage, StreamStage
-from nanotron.data.order.windows import IndexedSource, TokenFile, TokenWindows
+from nanotron.data.order.windows import IndexedSource, TokenWindows
 from nanotron.data.probe import model_vocab_size
 from nanotron.data.sources.custom import CustomRows, call_function, custom_functions, gives_rows, load_function
 from nanotron.data.sources.documents import HubDataset, open_hub_dataset, text_of
@@ -32,11 +33,14 @@ from nanotron.data.tokenize.corpus import prepare_corpus
 from nanotron.data.tokenize.prepare import data_tokenizer, prepare_hub_dataset, prepare_sft_dataset
 from nanotron.data.tokenize.tokenizer import end_of_document_id, load_tokenizer
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from nanotron.config.data import AnyDataset
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,10 @@ def _open_custom(
     function = load_function(reference)
     data = call_function(reference, function, arguments)
     if gives_rows(data):
-        return CustomRows(reference, data, sequence_length, vocab_size=vocab_size)
+        masks = config.model.model_config._use_doc_masking
+        eos_id = end_token(config, reference, config.tokenizer.tokenizer_name_or_path) if masks else None
+        _tell_end(reference, eos_id)
+        return CustomRows(reference, data, sequence_length, vocab_size=vocab_size, eos_id=eos_id)
     encode_text = TextEncoder(config)
     return DocumentStream(
         reference,
@@ -207,16 +214,14 @@ def _open_folders(
     sources: list[IndexedSource] = []
     for folder, limit in zip(dataset.dataset_folder, max_tokens, strict=True):
         files = open_token_files(folder, token_bytes=dataset.token_size_in_bytes)
-        tokenizer = dataset.tokenizer_name or config.tokenizer.tokenizer_name_or_path
-        eos_id = _end_of_document_id(files, tokenizer)
+        eos_id = end_token_of_files(config, dataset, folder, files)
+        _tell_end(folder, eos_id)
         sources.append(
             TokenWindows(folder, files, sequence_length, vocab_size=vocab_size, eos_id=eos_id, max_tokens=limit)
         )
     return sources
 
 
-def _end_of_document_id(files: Sequence[TokenFile], tokenizer: str | None) -> int | None:
-    """The token that ends documents, asked of the tokenizer only if some file has no index of its documents."""
-    if tokenizer is None or all(file.knows_documents for file in files):
-        return None
-    return end_of_document_id(tokenizer)
+def _tell_end(name: str, eos_id: int | None) -> None:
+    if eos_id is not None:
+        logger.info(f"{name} has no index of its documents; they end with token {eos_id}")

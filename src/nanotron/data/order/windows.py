@@ -34,6 +34,11 @@ class Window(NamedTuple):
     """[S+1] whether each token may be a target; None: all may."""
 
 
+def starts_after(tokens: npt.NDArray[np.int64], eos_id: int) -> Indices:
+    """Where documents begin in a window of files, or in a row, that only an end token tells apart."""
+    return np.flatnonzero(tokens[:-1] == eos_id) + 1
+
+
 def empty_window(sequence_length: int) -> Window:
     """A row without any target, which adds nothing to a loss."""
     size = sequence_length + 1
@@ -168,7 +173,7 @@ class TokenWindows:
         if starts is not None:
             starts = starts - first
         elif self._eos_id is not None:
-            starts = np.flatnonzero(tokens[:-1] == self._eos_id) + 1
+            starts = starts_after(tokens, self._eos_id)
         return Window(tokens, starts, file.targets(first, last))
 
     def _name_empty(self, file: TokenFile) -> None:

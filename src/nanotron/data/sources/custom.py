@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotron.config import CustomDatasetArgs
-from nanotron.data.order.windows import Window, token_array
+from nanotron.data.order.windows import Window, starts_after, token_array
 from nanotron.errors import ConfigError
 
 
@@ -151,11 +151,21 @@ def _is_indexed(data: object) -> bool:
 class CustomRows:
     """An indexed source over a user's rows."""
 
-    def __init__(self, name: str, rows: Sequence[Sequence[int]], sequence_length: int, *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        rows: Sequence[Sequence[int]],
+        sequence_length: int,
+        *,
+        vocab_size: int,
+        eos_id: int | None = None,
+    ) -> None:
+        """`eos_id` marks the end of documents; without it, it is not known where they begin."""
         self.name = name
         self._rows = rows
         self._sequence_length = sequence_length
         self._vocab_size = vocab_size
+        self._eos_id = eos_id
         if len(rows) == 0:
             raise ConfigError(f"{name} gives no rows")
 
@@ -172,7 +182,7 @@ class CustomRows:
                 f"{where} has {len(tokens)} token ids; sequence_length + 1 = {length} are needed. To give documents of "
                 "any length, return an iterator over them"
             )
-        return Window(tokens, starts=None)
+        return Window(tokens, None if self._eos_id is None else starts_after(tokens, self._eos_id))
 
     def fingerprint(self) -> dict[str, Any]:
         """The number of rows."""
