@@ -102,13 +102,14 @@ assert not [name for name in heavy if name in sys.modules]
 
 
 def test_a_mistake_is_printed_once_by_four_ranks_before_any_of_them_imports_torch(folder: Path) -> None:
-    script = driver(folder, after="assert 'torch' not in sys.modules")
+    patient = "from nanotron.launch import run\nrun.ALONE_WAIT_S = 60"  # for ranks that start late on a busy machine
+    script = driver(folder, patient, after="assert 'torch' not in sys.modules")
     done = torchrun(folder, 4, script, "--override=parallelism.dp=3")
     lines = [line for line in done.stderr.splitlines() if "parallelism" in line]
     assert len(lines) == 1, done.stderr
     assert "dp=3 · tp=2 · pp=2 makes 12 ranks, but 4 are launched" in lines[0]
     worker_codes = re.findall(r"exitcode *: (-?\d+)", done.stderr)
-    assert set(worker_codes) == {"2"}
+    assert {"2"} <= set(worker_codes) <= {"2", "-15"}  # torchrun ends a rank that has hardly begun when rank 0 is done
 
 
 def test_a_run_directory_that_cannot_be_written_is_told_once_and_ends_all_ranks(folder: Path) -> None:
@@ -237,36 +238,22 @@ def test_the_ranks_end_when_their_parent_is_killed(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_file_that_one_machine_lacks_ends_all_ranks_and_names_the_machine(folder: Path) -> None:
-    """Two machines of one rank each, played by two working directories."""
+def test_a_mistake_that_one_rank_alone_finds_is_printed_once_and_ends_all(folder: Path) -> None:
+    """A launcher that gives rank 1 another command, and ends nobody."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
+    script = driver(folder, before="from nanotron.launch import run\nrun.ALONE_WAIT_S = 0")
+    command = [sys.executable, script, "--config-file", "tiny.yaml", "--override=parallelism.pp=1"]
     ranks = []
-    for rank, name in enumerate(("first", "second")):
-        machine = folder / name
-        machine.mkdir()
-        (machine / "tiny.yaml").write_text(CONFIG)
-        environment = {
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        command = [
-            sys.executable,
-            str(ROOT / "run_train.py"),
-            "--config-file",
-            "tiny.yaml",
-            "--override=parallelism.pp=1",
-        ]
-        if name == "second":
-            command.append("--override=tokens.sequence_length=0")
+    for rank, others in (("0", []), ("1", ["--override=tokens.sequence_length=0"])):
+        environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
         ranks.append(
-            subprocess.Popen(command, cwd=machine, env=os.environ | environment, stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [*command, *others], cwd=folder, env=os.environ | environment, stderr=subprocess.PIPE, text=True
+            )
         )
     errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [codes.USER_MISTAKE] * 2, errors
-    assert re.match(rf"on {re.escape(socket.gethostname())}: .*tokens.sequence_length", errors[0])
+    assert re.match(r"rank 1: .*tokens.sequence_length", errors[0])
     assert errors[1] == ""

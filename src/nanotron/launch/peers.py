@@ -8,21 +8,24 @@ the first one). Without peers nothing is stored.
 from __future__ import annotations
 
 import json
-import socket
 import sys
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from nanotron.launch import codes
+from nanotron.launch.alike import disagreements
 from nanotron.launch.failures import KINDS, Failure
 from nanotron.launch.place import Place
+from nanotron.parallel.agreement import Agreement
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from nanotron.config import Config
 
 CLAIM_WAIT_S = 1.0  # how long a rank that lost a peer waits for that peer's own account
 SAY_WAIT_S = 5.0
@@ -64,27 +67,14 @@ class Peers:
             device_id=None if device.type == "cpu" else device,
         )
 
-    def exchange_mistakes(self, found: list[str]) -> list[str]:
-        """What the machines of the run found wrong, each about its own files; the same lines on every rank.
-
-        A mistake that every machine found is told once, any other with the names of the machines.
-        """
+    def compare(self, config: Config | None, mistakes: list[str], timeout: timedelta) -> list[str]:
+        """What is wrong with the ranks' configs, ``mistakes`` being this rank's; the same lines on every rank."""
         place = self._place
-        assert self._store is not None
-        if place.local_rank == 0:
-            self._store.set(f"check/{place.node}", json.dumps([socket.gethostname(), found]))
-        keys = [f"check/{node}" for node in range(place.num_nodes)]
-        self._store.wait(keys)
-        machines: dict[str, list[str]] = {}
-        for host, lines in (json.loads(self._store.get(key)) for key in keys):
-            for line in lines:
-                machines.setdefault(line, []).append(host)
-        if machines:
-            self._leave_last("check/read")
-        return [
-            line if len(hosts) == place.num_nodes else f"on {', '.join(hosts)}: {line}"
-            for line, hosts in machines.items()
-        ]
+        agreement = Agreement("config", place.rank, place.world, self.training_store, timeout_s=timeout.total_seconds())
+        lines = disagreements(agreement, place, config, mistakes)
+        if lines:
+            self._leave_last("config/read")
+        return lines
 
     def _leave_last(self, topic: str) -> None:
         """Keep rank 0, where the store may live, until every rank has come here."""

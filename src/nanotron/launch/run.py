@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MEETING_TIMEOUT = timedelta(minutes=10)
-OTHERS_WAIT_S = 1.0  # for rank 0, which says a mistake that every rank found, to have come as far as blocking SIGTERM
+OTHERS_WAIT_S = 1.0  # for rank 0 to have said a mistake that every rank knows of
+ALONE_WAIT_S = 5.0  # for the launcher to end this rank, as it does when rank 0 found the same mistake
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,14 +81,30 @@ def run_train(argv: Sequence[str] | None = None) -> int:
         config, notices = checked_config(arguments.config_file, arguments.override, world=place.world)
     except ConfigError as error:
         mistakes = error.problems
-    if place.num_nodes > 1:  # a machine may lack a file that the others have: all ranks end together
-        peers.meet(MEETING_TIMEOUT)
-        mistakes = peers.exchange_mistakes(mistakes)
-    if mistakes:
+    if mistakes and not _may_be_alone(place):
         return _say_once(mistakes, place)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    if place.world > 1:
+        peers.meet(MEETING_TIMEOUT)
+        mistakes = peers.compare(config, mistakes, MEETING_TIMEOUT)
+        if mistakes:
+            return _say_once(mistakes, place)
     assert config is not None
+    config.general.run = peers.agree_on("run", config.general.run)  # its date may differ by a second
     return _train(config, place, peers, notices, allow_data_change=arguments.allow_data_change)
+
+
+def _may_be_alone(place: Place) -> bool:
+    """Whether a mistake of this rank may be its alone, so that the ranks have to ask each other, which takes seconds.
+
+    On one machine rank 0 does not ask, and when it has ended over the same mistake, the launcher ends the others.
+    """
+    deadline = time.monotonic() + ALONE_WAIT_S
+    while place.num_nodes == 1 and place.rank > 0 and signal.SIGTERM not in signal.sigpending():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.05)
+    return place.num_nodes > 1
 
 
 def checked_config(config_file: str, overrides: Sequence[str], *, world: int | None) -> tuple[Config, list[str]]:
@@ -171,7 +188,6 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
             schedule_as_batch()
         timeout = timedelta(seconds=general.timeout_s)
         peers.gather(backend, device, timeout)
-        general.run = peers.agree_on("run", general.run)  # its date may differ by a second
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
         reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
         mesh.create_groups(reductions, holders, timeout, rows=may_stream(config))

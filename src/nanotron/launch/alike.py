@@ -1,0 +1,121 @@
+"""What ranks must have alike before they train: a config without mistakes, the same config and versions. No torch.
+
+    every rank     its mistakes and a hash ──► rank 0: nothing is wrong, these mistakes, or the hashes differ
+    if they do     config and versions ──────► rank 0: which key differs, and what each rank has
+
+One round through the store when all is well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanotron.parallel.agreement import Agreement
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+    from nanotron.launch.place import Place
+
+VERSION_OF = "version of "
+SHOWN = 8  # ranks or lines that are listed before the rest is counted
+LONGEST_VALUE = 120
+
+
+class Facts(NamedTuple):
+    """What a rank trains with: every key's value by its dotted name, versions too, and the keys that somebody wrote."""
+
+    values: dict[str, Any]
+    written: list[str]
+
+
+def disagreements(agreement: Agreement, place: Place, config: Config | None, mistakes: Sequence[str]) -> list[str]:
+    """What keeps the ranks from training together, the same lines on every rank.
+
+    ``mistakes`` are this rank's own, and ``config`` is None when there are any. Raises LostPeers that names the ranks
+    which say nothing.
+    """
+    facts = None if config is None else facts_of(config)
+    digest = facts and hashlib.sha256(json.dumps(facts.values).encode()).hexdigest()
+    account = {"host": socket.gethostname(), "mistakes": list(mistakes), "digest": digest}
+
+    def judge(accounts: list[Any]) -> dict[str, Any]:
+        lines = told(accounts, place.local_world)
+        return {"lines": lines, "differ": not lines and len({account["digest"] for account in accounts}) > 1}
+
+    answer: dict[str, Any] = agreement.decide("accounts", account, judge)
+    if answer["differ"]:
+        answer["lines"] = agreement.decide("facts", facts, lambda ranks: differences([Facts(*rank) for rank in ranks]))
+    return list(answer["lines"])
+
+
+def facts_of(config: Config) -> Facts:
+    """All keys that count. The run's name is not compared: its date may differ by a second, and rank 0's is taken."""
+    values = _flat(config.to_dict())
+    values.pop("general.run", None)
+    values[f"{VERSION_OF}python"] = ".".join(platform.python_version_tuple()[:2])
+    values |= {f"{VERSION_OF}{package}": version(package) for package in ("nanotron", "torch")}
+    return Facts(json.loads(json.dumps(values, default=str)), list(_flat(config.to_dict(resolved=False))))
+
+
+def told(accounts: Sequence[Mapping[str, Any]], local_world: int) -> list[str]:
+    """Each mistake once, with who found it: all ranks, whole machines, or some ranks."""
+    finders: dict[str, list[int]] = {}
+    for rank, account in enumerate(accounts):
+        for line in account["mistakes"]:
+            finders.setdefault(line, []).append(rank)
+    lines = []
+    for line, ranks in finders.items():
+        nodes = {rank // local_world for rank in ranks}
+        if len(ranks) == len(accounts):
+            lines.append(line)
+        elif len(ranks) == len(nodes) * local_world:
+            hosts = dict.fromkeys(accounts[rank]["host"] for rank in ranks)
+            lines.append(f"on {', '.join(hosts)}: {line}")
+        else:
+            lines.append(f"{named(ranks)}: {line}")
+    return lines
+
+
+def differences(facts: Sequence[Facts]) -> list[str]:
+    """A line per key that the ranks have different values of, those that follow from other keys left out."""
+    keys = list(dict.fromkeys(key for rank in facts for key in rank.values))
+    differing = [key for key in keys if any(rank.values.get(key) != facts[0].values.get(key) for rank in facts)]
+    written = {key for rank in facts for key in rank.written}
+    causes = [key for key in differing if key in written or key.startswith(VERSION_OF)] or differing
+    lines = [_difference(key, facts) for key in causes[:SHOWN]]
+    return lines if len(causes) <= SHOWN else [*lines, f"and {len(causes) - SHOWN} more keys"]
+
+
+def _difference(key: str, facts: Sequence[Facts]) -> str:
+    """`key: 2 on rank 1, 3 on ranks 0, 2, 3; …`, the rarest value first."""
+    holders: dict[str, list[int]] = {}
+    for rank, (values, _) in enumerate(facts):
+        holders.setdefault(json.dumps(values[key]) if key in values else "absent", []).append(rank)
+    rarest_first = sorted(holders.items(), key=lambda item: len(item[1]))
+    shown = ", ".join(f"{value[:LONGEST_VALUE]} on {named(ranks)}" for value, ranks in rarest_first)
+    fix = "install the same on every machine" if key.startswith(VERSION_OF) else "give every rank the same config"
+    return f"{key}: {shown}; {fix}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 1, 2`; many are counted."""
+    shown = ", ".join(map(str, ranks[:SHOWN]))
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + shown + more
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """The leaves of nested mappings and lists of them, by dotted name."""
+    if isinstance(value, Mapping):
+        parts = {f"{name}.{key}" if name else str(key): item for key, item in value.items()}
+    elif isinstance(value, list) and any(isinstance(item, (Mapping, list)) for item in value):
+        parts = {f"{name}[{index}]": item for index, item in enumerate(value)}
+    else:
+        return {name: value}
+    return {leaf: found for part, item in parts.items() for leaf, found in _flat(item, part).items()}
