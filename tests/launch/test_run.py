@@ -132,7 +132,7 @@ def test_a_run_with_nothing_left_to_train_leaves_its_description_as_it_was(folde
 
 def test_a_failure_that_cannot_be_recorded_is_still_told(folder: Path) -> None:
     spoil = "import shutil, nanotron.training.step\ndef step(*_, **__):\n    shutil.rmtree('run'); open('run', 'w')\n"
-    spoil += "    raise ValueError('what really went wrong')\nnanotron.step.Training.step = step"
+    spoil += "    raise ValueError('what really went wrong')\nnanotron.training.step.Training.step = step"
     script = driver(folder, spoil)
     done = call(folder, sys.executable, script, "--config-file", "tiny.yaml", *ONE_RANK)
     assert done.returncode == codes.OUR_BUG
