@@ -3,6 +3,8 @@
 import sys
 
 from nanotron.generate.command import run_generate
+from nanotron.launch.streams import open_streams
 
 if __name__ == "__main__":
+    open_streams()
     sys.exit(run_generate())

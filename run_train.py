@@ -3,6 +3,8 @@
 import sys
 
 from nanotron.launch.run import run_train
+from nanotron.launch.streams import open_streams
 
 if __name__ == "__main__":
+    open_streams()
     sys.exit(run_train())

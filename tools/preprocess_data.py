@@ -17,6 +17,7 @@ import sys
 from nanotron.data.sources.documents import HubDataset
 from nanotron.data.tokenize.command import run_tokenize
 from nanotron.errors import ConfigError
+from nanotron.launch.streams import open_streams
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,6 +42,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Exit code 2 and one line for the user's mistakes."""
+    open_streams()
     arguments = parse_arguments()
     source = arguments.dataset
     if arguments.readers == "jsonl" and arguments.glob_pattern:

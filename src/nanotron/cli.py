@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from nanotron.errors import ConfigError
+from nanotron.launch.streams import open_streams
 
 app = typer.Typer(name="nanotron", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -348,8 +349,12 @@ def watch(
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 our bug, 2 the user's mistake (one line each, no traceback)."""
+    open_streams()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

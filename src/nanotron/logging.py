@@ -28,6 +28,7 @@ def set_up_logging(level: str, level_replica: str, mesh: Mesh) -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(_line_format(mesh), datefmt="%Y-%m-%d %H:%M:%S"))
     logger.handlers = [handler]
+    logging.raiseExceptions = False  # a line that nobody takes (a closed pipe, a full disk) is no traceback
     logger.propagate = False
 
 

@@ -5,5 +5,6 @@ place.py      who this process is among its peers, and what it runs on
 failures.py   which rank failed first, on disk and through the store
 folder.py     the run directory and the files that describe the run
 host.py       all ranks of one machine, started and watched by one parent                           (nanotron train)
+streams.py    standard output and error, whatever becomes of them
 display.py    the live display, drawn from metrics.jsonl                                            (nanotron watch)
 """
