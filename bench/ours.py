@@ -14,7 +14,7 @@ from bench.work import microbatches
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
 from nanotron.launch.place import keep_freed_memory
-from nanotron.ops import gemm as products
+from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes
@@ -63,8 +63,6 @@ def main() -> None:
     asked = options()
     prepare(asked["threads"], batch_policy=asked["batch_policy"])
     keep_freed_memory()  # as nanotron.launch does on a CPU
-    if not asked.get("onednn", True):
-        products.onednn_is_faster = lambda: False  # as on a processor that MKL has all its code for
     config = config_of(asked)
     mesh = Mesh()
     if config.parallelism.world_size > 1:
@@ -75,7 +73,8 @@ def main() -> None:
     positions = torch.arange(shape.sequence_length).expand(shape.micro_batch_size, -1)
     share = microbatches(shape, mesh.coord("dp"), mesh.size("dp"))
     batches = [Batch(tokens, labels, positions) for tokens, labels in share]
-    training = Training(config, mesh, "cpu")
+    kernels: Kernels | None = None if asked.get("onednn", True) else "cpu"  # products by MKL
+    training = Training(config, mesh, "cpu", kernels=kernels)
     training.initialize()
     update = 0
 

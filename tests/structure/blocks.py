@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from nanotron.batch import Batch
 from nanotron.config import Config
 from nanotron.models.specs import StageModules
-from nanotron.ops import gemm as products
+from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting
 from nanotron.plan.measure import ChunkCounts, measure_chunk
@@ -26,22 +27,21 @@ class PerBlock(NamedTuple):
     backward: int
 
 
-def real_block(rank: int, world: int, config: Config, layers: int = 2) -> PerBlock:
+def real_block(rank: int, world: int, config: Config, kernels: Kernels, layers: int = 2) -> PerBlock:
     """What the last of ``layers`` + 1 layers adds, as this rank runs it."""
     mesh = Mesh(mesh_axes(config), rank)
     if world > 1:
         mesh.create_groups()
-    _real(config, mesh, layers)  # what is made once and kept, such as attention's mask, is there now
-    return _added(_real(config, mesh, layers), _real(config, mesh, layers + 1))
+    _real(config, mesh, kernels, layers)  # what is made once and kept, such as attention's mask, is there now
+    return _added(*(_real(config, mesh, kernels, count) for count in (layers, layers + 1)))
 
 
-def _real(config: Config, mesh: Mesh, layers: int) -> PerBlock:
+def _real(config: Config, mesh: Mesh, kernels: Kernels, layers: int) -> PerBlock:
     tokens = config.tokens
     shape = tokens.micro_batch_size, tokens.sequence_length
     with Counting() as counter:
-        (chunk,) = build_chunks(
-            config, mesh, [StageModules(range(layers), embed=True, head=False)], chunk_options(config, "cpu")
-        )
+        options = replace(chunk_options(config, "cpu"), kernels=kernels)
+        (chunk,) = build_chunks(config, mesh, [StageModules(range(layers), embed=True, head=False)], options)
         chunk.initialize(seed=1)
         buckets = build_buckets(config, mesh, [chunk])
         buckets.start(1, tokens.sequence_length)
@@ -65,9 +65,9 @@ def settled(counter: Counting, mesh: Mesh) -> int:
     return alive
 
 
-def planned_block(config: Config, *, accelerator: bool, layers: int = 2) -> PerBlock:
+def planned_block(config: Config, kernels: Kernels, layers: int = 2) -> PerBlock:
     """The same as the planner says it."""
-    low, high = (_planned(config, count, accelerator=accelerator) for count in (layers, layers + 1))
+    low, high = (_planned(config, count, kernels) for count in (layers, layers + 1))
     return _added(
         *(
             PerBlock(counts.kept, counts.forward["kernels"], counts.backward["kernels"] + counts.weights["kernels"])
@@ -76,16 +76,14 @@ def planned_block(config: Config, *, accelerator: bool, layers: int = 2) -> PerB
     )
 
 
-_known: dict[tuple[str, int, bool, bool], ChunkCounts] = {}
+_known: dict[tuple[str, int, Kernels], ChunkCounts] = {}
 
 
-def _planned(config: Config, layers: int, *, accelerator: bool) -> ChunkCounts:
+def _planned(config: Config, layers: int, kernels: Kernels) -> ChunkCounts:
     """What the planner says of so many layers, asked once: it takes half a second."""
-    key = repr(config), layers, accelerator, products.onednn_is_faster()
+    key = repr(config), layers, kernels
     if key not in _known:
-        _known[key] = measure_chunk(
-            config, StageModules(range(layers), embed=False, head=False), accelerator=accelerator
-        )
+        _known[key] = measure_chunk(config, StageModules(range(layers), embed=False, head=False), kernels)
     return _known[key]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nanotron.config import Config
+from nanotron.ops.kernels import Kernels
 from tests.plan.configs import small
 from tests.pool import Pool
 from tests.structure.blocks import planned_block, real_block
@@ -54,24 +55,24 @@ def kept_bytes(config: Config, *, accelerator: bool) -> int:
 def test_a_block_keeps_what_the_formula_and_the_planner_say(pool: Pool, layout: dict[str, Any]) -> None:
     config = small(**SIZES, **layout)
     expected = kept_bytes(config, accelerator=False)
-    for block in pool.run(config.parallelism.tp, real_block, config):
+    for block in pool.run(config.parallelism.tp, real_block, config, "cpu"):
         assert block.kept == expected
-    assert planned_block(config, accelerator=False).kept == expected
-    assert planned_block(config, accelerator=True).kept == kept_bytes(config, accelerator=True)
+    assert planned_block(config, "cpu").kept == planned_block(config, "cpu_onednn").kept == expected
+    assert planned_block(config, "accelerator").kept == kept_bytes(config, accelerator=True)
 
 
-@pytest.mark.parametrize("accelerator", [True, False])
+@pytest.mark.parametrize("kernels", ["accelerator", "cpu"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_formula_holds_for_any_sizes(accelerator: bool, kv_heads: int, dtype: str) -> None:
+def test_the_formula_holds_for_any_sizes(kernels: Kernels, kv_heads: int, dtype: str) -> None:
     config = small(hidden=128, micro_batch=3, sequence=200, dtype=dtype)
     shape = replace(config.model.model_config, num_key_value_heads=kv_heads, intermediate_size=320)
     config = replace(config, model=replace(config.model, model_config=shape))
-    assert planned_block(config, accelerator=accelerator).kept == kept_bytes(config, accelerator=accelerator)
+    assert planned_block(config, kernels).kept == kept_bytes(config, accelerator=kernels == "accelerator")
 
 
 def test_gathered_inputs_are_kept_whole_when_they_are_not_gathered_again() -> None:
     config = small(**SIZES, tp=2, sequence_parallel=True)
     config.parallelism.tp_recompute_allgather = False
-    for accelerator in (True, False):
-        assert planned_block(config, accelerator=accelerator).kept == kept_bytes(config, accelerator=accelerator)
+    assert planned_block(config, "accelerator").kept == kept_bytes(config, accelerator=True)
+    assert planned_block(config, "cpu").kept == kept_bytes(config, accelerator=False)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from nanotron.batch import Batch
-from nanotron.ops import gemm as products
+from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting
 from nanotron.training.step import Training
@@ -31,52 +31,51 @@ KERNELS = [
 ]
 ATTENTION = 32, (5, 11)  # of those of a CPU are for every so many tokens of a row; here there are 64 tokens
 TEMPORARIES = 5  # one for each weight's gradient, added to the float32 sum: in bfloat16, and by oneDNN
+ON_A_CPU: list[tuple[Kernels, int]] = [("cpu", 0), ("cpu_onednn", TEMPORARIES)]
 
 
-@pytest.fixture(params=["mkl", "onednn"])
-def temporaries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Kernels that a CPU's library adds to a block's backward, whichever library this machine would choose."""
-    onednn = request.param == "onednn"
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: onednn)
-    return TEMPORARIES * onednn
-
-
+@pytest.mark.parametrize(("kernels", "temporaries"), ON_A_CPU)
 @pytest.mark.parametrize(("layout", "accelerator", "cpu"), KERNELS, ids=["one", "tp", "sp", "recompute"])
 def test_a_block_launches_this_many_kernels(
-    layout: dict[str, Any], accelerator: tuple[int, int], cpu: tuple[int, int], temporaries: int
+    layout: dict[str, Any], accelerator: tuple[int, int], cpu: tuple[int, int], kernels: Kernels, temporaries: int
 ) -> None:
-    assert planned_block(small(**layout), accelerator=True)[1:] == accelerator
-    assert planned_block(small(**layout), accelerator=False)[1:] == (cpu[0], cpu[1] + temporaries)
-    half = planned_block(small(**layout, dtype="bfloat16"), accelerator=True)
+    assert planned_block(small(**layout), "accelerator")[1:] == accelerator
+    assert planned_block(small(**layout), kernels)[1:] == (cpu[0], cpu[1] + temporaries)
+    half = planned_block(small(**layout, dtype="bfloat16"), "accelerator")
     assert half[1:] == (accelerator[0], accelerator[1] + TEMPORARIES)
 
 
+@pytest.mark.parametrize(("kernels", "temporaries"), ON_A_CPU)
 @pytest.mark.parametrize(
     ("layout", "cpu"), [(ONE, KERNELS[0][2]), (RECOMPUTE, KERNELS[3][2])], ids=["one", "recompute"]
 )
-def test_a_real_block_launches_as_many(layout: dict[str, Any], cpu: tuple[int, int], temporaries: int) -> None:
-    assert real_block(0, 1, small(**layout))[1:] == (cpu[0], cpu[1] + temporaries)
+def test_a_real_block_launches_as_many(
+    layout: dict[str, Any], cpu: tuple[int, int], kernels: Kernels, temporaries: int
+) -> None:
+    assert real_block(0, 1, small(**layout), kernels)[1:] == (cpu[0], cpu[1] + temporaries)
 
 
 def test_a_real_block_launches_as_many_with_tensor_parallelism(pool: Pool) -> None:
     forward, backward = KERNELS[1][2]
-    for block in pool.run(2, real_block, small(**TP)):
-        assert block[1:] == (forward, backward + TEMPORARIES * products.onednn_is_faster())
+    for kernels, temporaries in ON_A_CPU:
+        for block in pool.run(2, real_block, small(**TP), kernels):
+            assert block[1:] == (forward, backward + temporaries)
 
 
 @pytest.mark.parametrize("change", [{"micro_batch": 5}, {"sequence": 512}, {"hidden": 512}], ids=str)
 def test_kernels_depend_on_no_size_but_a_cpus_on_the_sequence(change: dict[str, int]) -> None:
     tokens, per_part = ATTENTION
-    for accelerator in (True, False):
-        there, here = (planned_block(small(**sizes), accelerator=accelerator) for sizes in (ONE | change, ONE))
-        more_parts = 0 if accelerator else ((ONE | change)["sequence"] - ONE["sequence"]) // tokens
+    kernels: Kernels
+    for kernels in get_args(Kernels):
+        there, here = (planned_block(small(**sizes), kernels) for sizes in (ONE | change, ONE))
+        more_parts = 0 if kernels == "accelerator" else ((ONE | change)["sequence"] - ONE["sequence"]) // tokens
         assert there[1:] == tuple(count + more_parts * each for count, each in zip(here[1:], per_part, strict=True))
 
 
-@pytest.mark.parametrize("accelerator", [True, False])
-def test_every_block_launches_as_many_as_the_others(accelerator: bool) -> None:
+@pytest.mark.parametrize("kernels", get_args(Kernels))
+def test_every_block_launches_as_many_as_the_others(kernels: Kernels) -> None:
     config = small(**ONE, layers=8)
-    counts = {planned_block(config, accelerator=accelerator, layers=layers) for layers in (2, 7)}
+    counts = {planned_block(config, kernels, layers=layers) for layers in (2, 7)}
     assert len(counts) == 1
 
 

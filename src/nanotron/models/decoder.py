@@ -25,6 +25,7 @@ from nanotron.ops.chunk import Hooks
 from nanotron.ops.cross_entropy import cross_entropy
 from nanotron.ops.embedding import embedding
 from nanotron.ops.fused import Fuse, add_and_norm, as_written, queries_and_keys, rms_norm, swiglu
+from nanotron.ops.kernels import Kernels, kernels_of
 from nanotron.ops.linear import TensorParallel, linear
 from nanotron.ops.rope import Rotary, rotary_frequencies
 from nanotron.parallel.comm import copy_to, gather
@@ -54,6 +55,8 @@ class ChunkOptions:
     """Tokens of a row whose logits exist at once; None: all."""
     fuse: Fuse = as_written
     """How elementwise work runs."""
+    kernels: Kernels | None = None
+    """Who multiplies and attends; None: what is fastest on the device."""
 
 
 class DecoderChunk(nn.Module):
@@ -92,6 +95,7 @@ class DecoderChunk(nn.Module):
             sequence_parallel=options.sequence_parallel,
             recompute_allgather=options.recompute_allgather,
             overlap=options.overlap,
+            kernels=options.kernels or kernels_of(options.device),
         )
 
         def make(name: str) -> nn.Parameter:
@@ -253,7 +257,7 @@ class Attention(nn.Module):
         )
         if cache is not None:
             k, v = cache.append(k, v)  # [b, s, kv/t, e] -> [b, n, kv/t, e], the earlier tokens' first
-        attended = causal_attention(q, k, v, doc_starts)  # [b, s, h/t, e]
+        attended = causal_attention(q, k, v, doc_starts, kernels=self.tp.kernels)  # [b, s, h/t, e]
         (y,) = linear(attended.flatten(2), [self.out], self.tp, exit=self.tp.exit, biases=self.out_biases)
         return y
 

@@ -3,7 +3,7 @@
     b rows   s tokens   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
 
 Two ways to the same numbers: torch's fused kernels, and, on a CPU, where those are slow, blocks of plain matrix
-products. Neither keeps anything of size s × s for backward.
+products; which of them, the kernels say (ops/kernels.py). Neither keeps anything of size s × s for backward.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from nanotron.ops import gemm as products
+from nanotron.ops.gemm import add_product, product
+from nanotron.ops.kernels import Kernels
 
 LONG = 768
 """Tokens from which on float32 products are large enough to be made one by one, which oneDNN is best at."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None, *, kernels: Kernels) -> Tensor:
     """Scaled dot-product attention of each token to itself and the earlier tokens of its document (arXiv 1706.03762).
 
     q [b, s, h, e]; k, v [b, s, n, e], h a multiple of n; doc_starts [b, s] or None (each row is one document).
@@ -32,21 +33,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None)
     if k.shape[1] > q.shape[1]:
         return _fused(q, k, v, _mask_with_earlier(q, k, doc_starts), is_causal=False)
     if doc_starts is None:
-        return _attend(q, k, v)
-    if q.device.type == "cpu":  # reading the boundaries costs nothing here, and saves the s × s mask
-        return torch.stack([_attend_documents(q[i], k[i], v[i], starts) for i, starts in enumerate(doc_starts)])
+        return _attend(q, k, v, kernels)
+    if kernels != "accelerator":  # reading the boundaries costs nothing here, and saves the s × s mask
+        rows = zip(q, k, v, doc_starts, strict=True)
+        return torch.stack([_attend_documents(*row, kernels) for row in rows])
     return _fused(q, k, v, document_mask(doc_starts), is_causal=False)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
     """Plainly causal attention over rows: q [b, s, h, e]; k, v [b, s, n, e] -> [b, s, h, e].
 
     Blocks are faster than the kernel on a CPU, but for long float32 rows without oneDNN.
     """
-    if q.device.type == "cpu" and (q.dtype != torch.float32 or q.shape[1] < LONG or products.onednn_is_faster()):
-        attended: Tensor = _BlockCausal.apply(q, k, v)  # type: ignore[no-untyped-call]
-        return attended
-    return _fused(q, k, v, None, is_causal=True)
+    if kernels == "accelerator" or (kernels == "cpu" and q.dtype == torch.float32 and q.shape[1] >= LONG):
+        return _fused(q, k, v, None, is_causal=True)
+    attended: Tensor = _BlockCausal.apply(q, k, v, kernels)  # type: ignore[no-untyped-call]
+    return attended
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
@@ -73,11 +75,11 @@ def _mask_with_earlier(q: Tensor, k: Tensor, doc_starts: Tensor | None) -> Tenso
     return document_mask(doc_starts, k.shape[1] - q.shape[1])
 
 
-def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor) -> Tensor:
+def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor, kernels: Kernels) -> Tensor:
     """Attention document by document in one row: q [s, h, e], k and v [s, n, e], doc_starts [s] -> [s, h, e]."""
     starts = torch.unique_consecutive(doc_starts).tolist()
     spans = zip(starts, [*starts[1:], q.shape[0]], strict=True)
-    return torch.cat([_attend(q[None, lo:hi], k[None, lo:hi], v[None, lo:hi])[0] for lo, hi in spans])
+    return torch.cat([_attend(q[None, lo:hi], k[None, lo:hi], v[None, lo:hi], kernels)[0] for lo, hi in spans])
 
 
 class _BlockCausal(Function):
@@ -88,36 +90,38 @@ class _BlockCausal(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.scale, ctx.q_shape, ctx.kv_shape = q.shape[-1] ** -0.5, q.shape, k.shape
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
+        ctx.scale, ctx.q_shape, ctx.kv_shape, ctx.kernels = q.shape[-1] ** -0.5, q.shape, k.shape, kernels
         q = _heads_first(q, k.shape[2], ctx.scale)  # [b, s, h, e] -> [b·n, s·g, e]
         k, v = (_heads_first(x, x.shape[2]) for x in (k, v))  # [b, s, n, e] -> [b·n, s, e]
         out = torch.empty_like(q)
         for q_, k_, v_, out_ in _parts(q, k, v, out):
             for size, rows, keys in _blocks(q_, k_):
-                out_[:, rows] = _times(_probabilities(q_[:, rows], k_[:, keys], size), v_[:, keys])
+                probabilities = _probabilities(q_[:, rows], k_[:, keys], size, kernels)  # [.., rows, keys]
+                out_[:, rows] = _times(probabilities, v_[:, keys], kernels)
         ctx.save_for_backward(q, k, v)
         return _tokens_first(out, ctx.q_shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (q, k, v), kernels = ctx.saved_tensors, ctx.kernels
         grad = _heads_first(grad, ctx.kv_shape[2])
         precision = torch.promote_types(k.dtype, torch.float32)
         q_grad = torch.empty_like(q)
         k_grad, v_grad = (torch.zeros_like(x, dtype=precision) for x in (k, v))  # sums over blocks
         for q_, k_, v_, grad_, q_grad_, k_grad_, v_grad_ in _parts(q, k, v, grad, q_grad, k_grad, v_grad):
             for size, rows, keys in _blocks(q_, k_):
-                probabilities = _probabilities(q_[:, rows], k_[:, keys], size)  # [.., rows, keys]
-                _add_times(v_grad_[:, keys], probabilities, grad_[:, rows])
-                seen = _times(grad_[:, rows], v_[:, keys].transpose(1, 2))
+                probabilities = _probabilities(q_[:, rows], k_[:, keys], size, kernels)
+                _add_times(v_grad_[:, keys], probabilities, grad_[:, rows], kernels)
+                seen = _times(grad_[:, rows], v_[:, keys].transpose(1, 2), kernels)
                 scores_grad = torch._softmax_backward_data(seen, probabilities, -1, seen.dtype)
-                q_grad_[:, rows] = _times(scores_grad, k_[:, keys])
-                _add_times(k_grad_[:, keys], scores_grad, q_[:, rows])
+                q_grad_[:, rows] = _times(scores_grad, k_[:, keys], kernels)
+                _add_times(k_grad_[:, keys], scores_grad, q_[:, rows], kernels)
         return (
             _tokens_first(q_grad.mul_(ctx.scale), ctx.q_shape),
             _tokens_first(k_grad.to(k.dtype), ctx.kv_shape),
             _tokens_first(v_grad.to(v.dtype), ctx.kv_shape),
+            None,
         )
 
 
@@ -151,24 +155,24 @@ def _tokens_first(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     return x.view(b, x.shape[0] // b, s, -1, e).transpose(1, 2).reshape(shape)
 
 
-def _probabilities(q: Tensor, k: Tensor, size: int) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, size: int, kernels: Kernels) -> Tensor:
     """Softmax of a block's scores: q [.., size·g, e], k [.., m, e], of which it is the last -> [.., size·g, m]."""
-    scores = _times(q, k.transpose(1, 2))
+    scores = _times(q, k.transpose(1, 2), kernels)
     scores[..., -size:].add_(_later(size, q.shape[1] // size, scores.dtype))
     return scores.softmax(-1)
 
 
-def _times(a: Tensor, b: Tensor) -> Tensor:
+def _times(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
     """Batched a · b: [.., l, m] and [.., m, n] -> [.., l, n]."""
     if a.shape[0] == 1:
-        return products.product(a[0], b[0].t())[None]
+        return product(a[0], b[0].t(), kernels=kernels)[None]
     return torch.bmm(a, b)
 
 
-def _add_times(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _add_times(total: Tensor, left: Tensor, right: Tensor, kernels: Kernels) -> None:
     """total += leftᵀ · right: total [.., m, n], left [.., l, m], right [.., l, n]."""
     if total.shape[0] == 1:
-        products.add_product(total[0], left[0], right[0])
+        add_product(total[0], left[0], right[0], kernels=kernels)
     else:
         total += torch.bmm(left.transpose(1, 2), right)  # baddbmm_ into a slice goes matrix by matrix, on one thread
 

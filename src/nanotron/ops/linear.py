@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from nanotron.ops.gemm import add_product, product
+from nanotron.ops.kernels import Kernels
 from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.comm import (
     Arrival,
@@ -35,7 +36,7 @@ Exit = Literal["sum", "scatter"]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How one chunk's layers are spread over the tp axis, and where their weight gradients go."""
+    """How one chunk's layers are spread over the tp axis, where their weight gradients go, and who multiplies."""
 
     mesh: Mesh
     weight_grads: WeightGrads
@@ -44,6 +45,7 @@ class TensorParallel:
     """Keep only this rank's tokens of a gathered input for backward and gather it again there."""
     overlap: bool = False
     """Multiply while tensors are under way: same numbers but for rounding, and two more copies of an output."""
+    kernels: Kernels = "accelerator"
 
     def awaited(self, arrival: Arrival) -> Arrival:
         """The arrival itself where communication is overlapped; else the same one, waited for already."""
@@ -96,10 +98,10 @@ class _Linear(Function):
         weights, biases = params[:count], params[count:]
         on_entry = biases if not exit else ()
         if enter == "gather" and tp.overlap:
-            entered, outputs = _multiply_while_gathering(x, weights, on_entry, tp.mesh)
+            entered, outputs = _multiply_while_gathering(x, weights, on_entry, tp)
         else:
             entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
-            outputs = _products(entered, weights, on_entry)
+            outputs = _products(entered, weights, on_entry, tp.kernels)
         if exit == "sum":
             outputs = [all_reduce_(y, group) for y in outputs]
         if exit == "scatter":
@@ -124,30 +126,30 @@ class _Linear(Function):
         entering = ctx.tp.awaited(begin_all_gather(x, group if ctx.gathers_again else None, dim=1))
         leaving = None
         if ctx.needs_input_grad[0]:
-            leaving = ctx.tp.awaited(_begin_leaving(_input_grad(grads, ctx.weights), ctx.enter, group))
+            leaving = ctx.tp.awaited(_begin_leaving(_input_grad(grads, ctx.weights, ctx.tp.kernels), ctx.enter, group))
         x = entering()
         weight_grads = [
-            weight_grad(ctx.tp, w, partial(_add_product, grad=grad, x=x))
+            weight_grad(ctx.tp, w, partial(_add_product, grad=grad, x=x, kernels=ctx.tp.kernels))
             for w, grad in zip(ctx.weights, grads, strict=True)
         ]
         return leaving and leaving(), None, None, None, None, *weight_grads, *bias_grads
 
 
-def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], kernels: Kernels) -> list[Tensor]:
     """x · wᵀ (+ bias) for each weight: [b, s, k] -> [b, s, n'] each."""
-    return [product(x, _matrix(w), _at(biases, i)) for i, w in enumerate(weights)]
+    return [product(x, _matrix(w), _at(biases, i), kernels=kernels) for i, w in enumerate(weights)]
 
 
 def _multiply_while_gathering(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], mesh: Mesh
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tp: TensorParallel
 ) -> tuple[Tensor, list[Tensor]]:
     """Gather x [b, s/t, k] and multiply it, this rank's own tokens first: the gathered [b, s, k] and its products."""
-    arriving = begin_all_gather(x, mesh.group("tp"), dim=1)
-    own = _products(x, weights, biases)
+    arriving = begin_all_gather(x, tp.mesh.group("tp"), dim=1)
+    own = _products(x, weights, biases, tp.kernels)
     entered = arriving()
-    lo = mesh.coord("tp") * x.shape[1]
-    before = _products(entered[:, :lo], weights, biases)
-    after = _products(entered[:, lo + x.shape[1] :], weights, biases)
+    lo = tp.mesh.coord("tp") * x.shape[1]
+    before = _products(entered[:, :lo], weights, biases, tp.kernels)
+    after = _products(entered[:, lo + x.shape[1] :], weights, biases, tp.kernels)
     return entered, [torch.cat(parts, dim=1) for parts in zip(before, own, after, strict=True)]
 
 
@@ -164,11 +166,11 @@ def _matrix(weight: Tensor) -> Tensor:
     return weight.flatten(0, -2)  # [.., n, k] -> [n', k]
 
 
-def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], kernels: Kernels) -> Tensor:
     """Σ grad · w over the weights that shared the input: [b, s, n'] -> [b, s, k]."""
-    total = product(grads[0], _matrix(weights[0]).t())
+    total = product(grads[0], _matrix(weights[0]).t(), kernels=kernels)
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        total += product(grad, _matrix(weight).t())
+        total += product(grad, _matrix(weight).t(), kernels=kernels)
     return total
 
 
@@ -186,9 +188,9 @@ def weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Callable[[Tensor
     return grad
 
 
-def _add_product(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
+def _add_product(buffer: Tensor, grad: Tensor, x: Tensor, kernels: Kernels) -> None:
     """buffer += gradᵀ · x, over all tokens."""
-    add_product(_matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2))
+    add_product(_matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2), kernels=kernels)
 
 
 def _add_sum(buffer: Tensor, grad: Tensor) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import Function
 from torch.distributed import ProcessGroup
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanotron.ops import attention
-from nanotron.ops import gemm as products
+from nanotron.ops.fused import Function
 from nanotron.parallel.mesh import AxisSizes, Mesh, Purpose
 from nanotron.plan.counting import Counting
 
@@ -54,35 +55,35 @@ def _fake_group(name: str, size: int) -> ProcessGroup | None:
 
 
 @contextmanager
-def counting(*, accelerator: bool) -> Iterator[Counting]:
-    """Run what is inside on fake tensors and count it; with the kernels of an accelerator, or those of a CPU.
+def counting() -> Iterator[Counting]:
+    """Run what is inside on fake tensors and count it.
 
-    The fake device is "cpu" either way: "meta" would take the attention path that keeps s × s scores, and a fake
-    "cuda" needs a build for it.
+    Their device is "cpu", also where kernels are an accelerator's: "meta" would take the attention path that keeps
+    s × s scores, and a fake "cuda" needs a build for it.
     """
     attention._later.cache_clear()  # no real tensor may be met inside, and no fake one afterwards
     with ExitStack() as stack:
         stack.callback(attention._later.cache_clear)
         stack.enter_context(FakeTensorMode())
-        if accelerator:
-            stack.enter_context(_accelerator_kernels())
         yield stack.enter_context(Counting())
 
 
-@contextmanager
-def _accelerator_kernels() -> Iterator[None]:
-    """Have the models compute as on an accelerator, which has one kernel where a CPU is given several operations."""
-    norm, attend, by_onednn = F.rms_norm, attention._attend, products._by_onednn
-    F.rms_norm, attention._attend = _fused_rms_norm, _fused_attention  # type: ignore[assignment]
-    products._by_onednn = lambda x: False
-    try:
-        yield
-    finally:
-        F.rms_norm, attention._attend, products._by_onednn = norm, attend, by_onednn
+def on_accelerator(function: Function, /) -> Function:
+    """A way to run elementwise functions (ops/fused.py): with norms in one kernel, which on a CPU are several."""
+
+    @wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        with _FusedNorms():
+            return function(*args, **options)
+
+    return cast(Function, run)
 
 
-def _fused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attention._fused(q, k, v, None, is_causal=True)
+class _FusedNorms(TorchFunctionMode):
+    """Has torch's RMS norm take one kernel, as on an accelerator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_fused_rms_norm if func is F.rms_norm else func)(*args, **(kwargs or {}))
 
 
 def _fused_rms_norm(x: Tensor, normalized_shape: tuple[int, ...], weight: Tensor, eps: float) -> Tensor:
@@ -90,7 +91,7 @@ def _fused_rms_norm(x: Tensor, normalized_shape: tuple[int, ...], weight: Tensor
     return result
 
 
-class _FusedRmsNorm(Function):
+class _FusedRmsNorm(torch.autograd.Function):
     """The memory and traffic of torch's fused RMS norm: it keeps its input and one number per row."""
 
     @staticmethod

@@ -22,10 +22,11 @@ from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.families import family_of
 from nanotron.models.specs import StageModules, loss_names
 from nanotron.ops.fused import as_written
+from nanotron.ops.kernels import Kernels
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.plan.counting import Counting, Work
-from nanotron.plan.fakes import FakeMesh, counting
+from nanotron.plan.fakes import FakeMesh, counting, on_accelerator
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
 from nanotron.training.step import begin_to_count_targets
@@ -84,8 +85,8 @@ class StateCounts:
 class Measurements:
     """What has been measured so far: layouts that run the same chunk, or hold the same state, share it."""
 
-    def __init__(self, *, accelerator: bool) -> None:
-        self.accelerator = accelerator
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
         self._chunks: dict[tuple[Any, ...], ChunkCounts] = {}
         self._states: dict[tuple[Any, ...], StateCounts] = {}
 
@@ -130,7 +131,7 @@ class Measurements:
             (tokens.micro_batch_size, tokens.sequence_length),
         )
         if key not in self._chunks:
-            self._chunks[key] = measure_chunk(config, held, accelerator=self.accelerator)
+            self._chunks[key] = measure_chunk(config, held, self._kernels)
         return self._chunks[key]
 
     def _state(self, config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
@@ -141,7 +142,7 @@ class Measurements:
             (layout.dp, layout.tp, layout.tp_mode, bool(tied_stages(config)), config.model.ddp_bucket_cap_mb),
         )
         if key not in self._states:
-            self._states[key] = measure_state(config, rank, held, accelerator=self.accelerator)
+            self._states[key] = measure_state(config, rank, held)
         return self._states[key]
 
 
@@ -178,12 +179,12 @@ def extended(found: Counts, few: Counts, one_more: Counts, layers: int) -> Count
     return type(found)(**values)
 
 
-def measure_chunk(config: Config, held: StageModules, *, accelerator: bool) -> ChunkCounts:
+def measure_chunk(config: Config, held: StageModules, kernels: Kernels) -> ChunkCounts:
     """Run F, B and W, then F and a B that includes W, of one microbatch in one chunk."""
     tp = mesh_axes(config)["tp"]
-    with counting(accelerator=accelerator) as counter:
+    with counting() as counter:
         mesh = FakeMesh({"tp": tp}, config.parallelism.tp - 1)
-        (chunk,) = build_chunks(config, mesh, [held], _options(config))
+        (chunk,) = build_chunks(config, mesh, [held], _options(config, kernels))
         buckets = build_buckets(config, mesh, [chunk])
         batch = _batch(config)
         apart = _run(counter, config, chunk, buckets, batch, defer=True)
@@ -203,9 +204,10 @@ def measure_chunk(config: Config, held: StageModules, *, accelerator: bool) -> C
     )
 
 
-def _options(config: Config) -> ChunkOptions:
-    """As the run's; what torch.compile makes of fake tensors is not counted."""
-    return replace(chunk_options(config, "cpu"), fuse=as_written)
+def _options(config: Config, kernels: Kernels) -> ChunkOptions:
+    """As the run's, with these kernels; what torch.compile makes of fake tensors is not counted."""
+    fuse = on_accelerator if kernels == "accelerator" else as_written
+    return replace(chunk_options(config, "cpu"), fuse=fuse, kernels=kernels)
 
 
 class _Pass(NamedTuple):
@@ -281,11 +283,11 @@ def _batch(config: Config) -> Batch:
     return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)))
 
 
-def measure_state(config: Config, rank: int, held: Sequence[StageModules], *, accelerator: bool) -> StateCounts:
+def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
     """Build a rank's chunks, buckets and optimizer, and run the end of a step."""
-    with counting(accelerator=accelerator) as counter:
+    with counting() as counter:
         mesh = FakeMesh(mesh_axes(config), rank)
-        chunks = build_chunks(config, mesh, held, _options(config))
+        chunks = build_chunks(config, mesh, held, chunk_options(config, "cpu"))
         buckets = build_buckets(config, mesh, chunks)
         optimizer = build_optimizer(config, buckets)
         parameters = sum(_nbytes(bucket.weights) for bucket in buckets.all)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from nanotron.models.families import flops_per_step
 from nanotron.models.specs import StageModules
+from nanotron.ops.kernels import kernels_of
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.communication import Program
 from nanotron.pipeline.schedules import Schedule
@@ -84,7 +85,7 @@ class Planner:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._measurements = Measurements(accelerator=cluster.is_accelerator)
+        self._measurements = Measurements("accelerator" if cluster.is_accelerator else kernels_of("cpu"))
         self._programs: dict[tuple[str, int, int, int], list[Program]] = {}
 
     def plan(self, config: Config, *, every_layer: bool = False) -> Plan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.checkpoint.format import Piece
 from nanotron.models.specs import loss_names
+from nanotron.ops.kernels import Kernels
 from nanotron.optim.lr import learning_rate
 from nanotron.parallel.comm import Arrival, begin_all_reduce_
 from nanotron.parallel.mesh import Mesh
@@ -33,10 +35,14 @@ if TYPE_CHECKING:
 class Training:
     """The model chunks of one rank with everything that moves them; knows nothing of files or logs."""
 
-    def __init__(self, config: Config, mesh: Mesh, device: torch.device | str) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, device: torch.device | str, *, kernels: Kernels | None = None
+    ) -> None:
+        """``kernels``: who makes products and attention; None: what is fastest on the device."""
         self._config, self._mesh = config, mesh
         stages = modules_of_stages(config, mesh.coord("pp"))
-        self.chunks = build_chunks(config, mesh, stages, chunk_options(config, device))
+        options = replace(chunk_options(config, device), kernels=kernels)
+        self.chunks = build_chunks(config, mesh, stages, options)
         self.buckets = build_buckets(config, mesh, self.chunks)
         self.optimizer = build_optimizer(config, self.buckets)
         self.pipeline = Pipeline(
