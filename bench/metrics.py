@@ -24,11 +24,12 @@ from nanotron.config import Config
 from nanotron.data.feed import Feed
 from nanotron.metrics import Metrics
 from nanotron.parallel.mesh import Mesh
+from nanotron.training.control import Outcome
 from nanotron.training.diagnostics import Details
-from nanotron.training.step import Outcome, Training
+from nanotron.training.step import Training
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "config_tiny_llama.yaml"
-ROW = {"lr": 1e-3, "seconds": 0.5, "num_samples": 16, "num_tokens": 2048, "stage": "main"}
+ROW = {"lr": 1e-3, "time_per_iteration_ms": 500.0, "num_samples": 16, "num_tokens": 2048, "stage": "main"}
 
 
 def timed(function: Callable[[], Any], times: list[float]) -> Any:

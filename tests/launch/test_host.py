@@ -1,12 +1,14 @@
 """Ranks of one machine, started and watched by a parent."""
 
 import faulthandler
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +70,9 @@ def raise_on_rank_one(argv: Sequence[str]) -> int:
 def test_a_rank_that_outlives_another_ones_failure_says_where_it_is_and_is_ended(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    hours = itertools.count(time.time(), -3600.0)
+    clock = SimpleNamespace(time=lambda: next(hours), monotonic=time.monotonic, sleep=time.sleep)
+    monkeypatch.setattr(host, "time", clock)  # somebody sets the machine's clock back, again and again
     monkeypatch.setattr(host, "FAILURE_GRACE_S", 0.3)
     workers = run(raise_on_rank_one, 2)
     assert exit_code(workers) == codes.OUR_BUG

@@ -9,7 +9,7 @@ import pytest
 from nanotron.config import get_config_from_dict
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
-from nanotron.launch.failures import Failure, write_failure
+from nanotron.launch.failures import Failure, read_failures, write_failure
 from nanotron.launch.host import Workers
 from nanotron.launch.parent import closing_lines, watch
 
@@ -26,25 +26,25 @@ def failure(rank: int, kind: str, when: float = 1000.0) -> Failure:
 
 
 def test_nothing_is_said_of_a_run_that_is_done(tmp_path: Path) -> None:
-    assert closing_lines(codes.DONE, ended(0, 0), tmp_path, 0.0) == []
+    assert closing_lines(codes.DONE, ended(0, 0), tmp_path, []) == []
 
 
 @pytest.mark.parametrize("code", [codes.PREEMPTED, codes.PREEMPTED_UNSAVED])
 def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, code: int) -> None:
-    (line,) = closing_lines(code, ended(code), tmp_path, 0.0)
+    (line,) = closing_lines(code, ended(code), tmp_path, [])
     assert "the same command goes on" in line
 
 
 def test_the_last_line_names_the_rank_whose_own_failure_it_was(tmp_path: Path) -> None:
     write_failure(tmp_path, failure(0, "peer", 999.0))
     write_failure(tmp_path, failure(1, "own"))
-    *_, last = closing_lines(codes.OUR_BUG, ended(1, 1), tmp_path, 0.0)
+    *_, last = closing_lines(codes.OUR_BUG, ended(1, 1), tmp_path, [])
     assert last == "failed first: rank 1 on host (step 5): what it said"
 
 
 def test_a_failure_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    write_failure(tmp_path, failure(0, "own", 10.0))
-    *_, last = closing_lines(codes.OUR_BUG, ended(0, -9), tmp_path, 900.0)
+    write_failure(tmp_path, failure(0, "own"))
+    *_, last = closing_lines(codes.OUR_BUG, ended(0, -9), tmp_path, read_failures(tmp_path))
     assert last.startswith("failed first: rank 1 on ")
     assert last.endswith("ended by SIGKILL")
 
@@ -54,12 +54,12 @@ def test_when_ranks_waited_in_vain_the_silent_one_is_named(tmp_path: Path) -> No
         write_failure(tmp_path, failure(rank, "timeout"))
     workers = ended(1, -15, 1)
     workers.being_ended = 1000.05  # rank 1 hung, and was ended by us
-    *_, last = closing_lines(codes.OUR_BUG, workers, tmp_path, 0.0)
+    *_, last = closing_lines(codes.OUR_BUG, workers, tmp_path, [])
     assert last.startswith("failed first: rank 1 fell behind and said nothing; waiting for it: rank 0 ")
 
 
 def test_a_rank_that_left_no_record_is_named_with_its_status(tmp_path: Path) -> None:
-    assert closing_lines(codes.OUR_BUG, ended(0, 7), tmp_path, 0.0) == ["failed first: rank 1, exit status 7"]
+    assert closing_lines(codes.OUR_BUG, ended(0, 7), tmp_path, []) == ["failed first: rank 1, exit status 7"]
 
 
 def write_run(folder: Path, steps: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def train(folder: Path, **logging_keys: Any) -> None:
     metrics = Metrics(config(**logging_keys), Mesh(), folder, device=torch.device("cpu"))
     for step in range(1, 4):
         more = {"grad_norm": math.nan if step == 2 else THIRD, "update_ratio/layers.0.attn.q.weight": THIRD / step}
-        metrics.log(step, values(step, seconds=THIRD, **more))
+        metrics.log(step, values(step, time_per_iteration_ms=THIRD, **more))
     metrics.close()
 
 
@@ -90,12 +91,14 @@ def test_weights_and_biases_is_the_consoles_row_when_offline(
 
 
 def history(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of an offline run's own file."""
+    """The rows of an offline run's own file, once it ends: a process of the package's own goes on writing it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for data in log_records(file.read_bytes()):
-        record = Record()
-        record.ParseFromString(data)
+    records, deadline = list[Record](), time.monotonic() + 60
+    while not records or records[-1].WhichOneof("record_type") != "exit":
+        assert time.monotonic() < deadline, f"{file} has no end"
+        records = [Record.FromString(data) for data in log_records(file.read_bytes())]
+    for record in records:
         if record.WhichOneof("record_type") == "history":
             items = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
             yield {key: math.nan if value == "NaN" else value for key, value in items.items()}

@@ -16,7 +16,7 @@ from nanotron.config import Config
 from nanotron.data.feed import Feed
 from nanotron.metrics.sinks import read_rows
 from nanotron.parallel.mesh import Mesh
-from nanotron.training.step import Outcome
+from nanotron.training.control import Outcome
 from nanotron.training.topology import mesh_axes, parameter_specs
 from nanotron.training.trainer import train
 from tests.parity.cases import Case

@@ -54,7 +54,7 @@ def values(step: int, **more: Any) -> dict[str, Any]:
         "lm_loss": LOSS / step,
         "grad_norm": 1.25,
         "lr": 3e-4,
-        "seconds": 0.5,
+        "time_per_iteration_ms": 500.0,
         "num_samples": 8,
         "num_tokens": 256,
         "consumed_samples": 8 * step,

@@ -36,6 +36,16 @@ def test_numbers_flags_and_vectors_are_added_up_over_all_ranks(pool, vectors):
         assert counts == ([1, 20] if vectors else [])
 
 
+@pytest.mark.parametrize("num_targets", [0.0, 2.0])
+def test_a_loss_of_0_is_one_only_where_there_are_targets(num_targets):
+    zero = torch.zeros((), dtype=torch.float64)
+    word = ControlWord(zero, {"lm": zero}, ("lm",), save=False, stop=False)
+    word.reduce(Mesh(), zero + num_targets)
+    outcome = word.read()
+    assert outcome.losses == {"lm": 0.0}
+    assert outcome.has_targets == (num_targets > 0)
+
+
 @pytest.mark.parametrize(("norm", "lm", "inf"), [(1.0, 1.0, 0.0), (math.nan, 1.0, 1.0), (1.0, math.inf, 1.0)])
 def test_a_loss_or_gradient_that_is_not_finite_is_found(norm, lm, inf):
     word = ControlWord(

@@ -14,7 +14,6 @@ import os
 from collections import deque
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nanotron.logging import human_duration, human_format
+from nanotron.metrics.step_clock import TimeLeft
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +66,7 @@ class Display:
     def __init__(self, tail: Tail, *, name: str, train_steps: int, console: Console | None = None) -> None:
         self._tail, self._name, self._train_steps = tail, name, train_steps
         self._losses: deque[float] = deque(maxlen=4096)
-        self._milliseconds: deque[float] = deque(maxlen=20)
+        self._left = TimeLeft()
         self._row: dict[str, Any] | None = None
         self.live = Live(self._draw(), console=console, refresh_per_second=8, transient=False)
 
@@ -80,7 +80,7 @@ class Display:
         rows = self._tail.read()
         for row in rows:
             self._row = row
-            self._milliseconds.append(row["time_per_iteration_ms"])
+            self._left.add(row)
             self._losses.append(row["lm_loss"] if row["lm_loss"] is not None else math.nan)
         if rows:
             self.live.update(self._draw())
@@ -95,7 +95,7 @@ class Display:
         row, left = self._row, self._train_steps - self.step
         table = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=self._train_steps, completed=self.step, width=WIDTH)
-        eta = human_duration(left * median(self._milliseconds) / 1e3)
+        eta = human_duration(self._left.seconds(left))
         share = 100 * self.step / self._train_steps
         table.add_row(Text(self._name, style="bold"), bar, f"{self.step}/{self._train_steps}  {share:.0f}%  eta {eta}")
         loss = self._losses[-1]

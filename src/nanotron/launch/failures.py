@@ -107,8 +107,12 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
     os.replace(temporary, path)
 
 
-def read_failures(run_dir: Path, *, since: float = 0.0) -> list[Failure]:
-    """The failures recorded after a moment (seconds since the epoch), in order of rank."""
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in (run_dir / "failures").glob("rank-*.json")]
-    failures = [Failure(**record) for record in records]
-    return sorted((failure for failure in failures if failure.when >= since), key=lambda failure: failure.rank)
+def read_failures(run_dir: Path) -> list[Failure]:
+    """The failures on record, in order of rank, without a file that is none."""
+    failures = []
+    for path in (run_dir / "failures").glob("rank-*.json"):
+        try:
+            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue
+    return sorted(failures, key=lambda failure: failure.rank)

@@ -41,14 +41,14 @@ PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 class Workers:
     """The ranks of this machine: rank -> process id while it runs, rank -> (exit status, when) afterwards.
 
-    A negative exit status is the number of the signal that ended the rank.
+    A negative exit status is the number of the signal that ended the rank. Moments are those of `time.monotonic`.
     """
 
     running: dict[int, int]
     store: TCPStore
     output: int | None = None  # read end of the pipe that all ranks print to, unless they print to our own output
     ended: dict[int, tuple[int, float]] = field(default_factory=dict)
-    asked_to_stop: float = math.inf  # when the first signal was passed on, seconds since the epoch
+    asked_to_stop: float = math.inf  # when the first signal was passed on
     being_ended: float = math.inf  # when we began to end those that would not end by themselves
 
     def poll(self) -> None:
@@ -57,7 +57,7 @@ class Workers:
             done, status = os.waitpid(process, os.WNOHANG)
             if done:
                 del self.running[rank]
-                self.ended[rank] = (os.waitstatus_to_exitcode(status), time.time())
+                self.ended[rank] = (os.waitstatus_to_exitcode(status), time.monotonic())
 
     def send(self, number: int) -> None:
         """Send a signal to every rank that still runs."""
@@ -72,8 +72,9 @@ class Workers:
 
     def killed(self) -> list[Failure]:
         """The ranks that a signal not of ours ended, as failures: they could not write their own."""
+        boot = time.time() - time.monotonic()  # failures are compared with other processes' records of theirs
         return [
-            Failure(rank, "killed", f"ended by {signal.Signals(-status).name}", when)
+            Failure(rank, "killed", f"ended by {signal.Signals(-status).name}", boot + when)
             for rank, (status, when) in self.ended.items()
             if status < 0 and when < min(self.asked_to_stop, self.being_ended)
         ]
@@ -175,7 +176,7 @@ def watch_workers(workers: Workers, *, stop_grace_s: float, refresh: Callable[[]
     """
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        workers.asked_to_stop = min(workers.asked_to_stop, time.time())
+        workers.asked_to_stop = min(workers.asked_to_stop, time.monotonic())
         workers.send(number)
 
     before = {number: signal.signal(number, pass_on) for number in FORWARDED}
@@ -184,8 +185,8 @@ def watch_workers(workers: Workers, *, stop_grace_s: float, refresh: Callable[[]
             workers.poll()
             refresh()
             bad = workers.first_bad
-            failed_long_ago = bad is not None and time.time() > bad[2] + FAILURE_GRACE_S
-            if failed_long_ago or time.time() > workers.asked_to_stop + stop_grace_s:
+            failed_long_ago = bad is not None and time.monotonic() > bad[2] + FAILURE_GRACE_S
+            if failed_long_ago or time.monotonic() > workers.asked_to_stop + stop_grace_s:
                 end_workers(workers)
             time.sleep(0.1)
         refresh()
@@ -196,12 +197,12 @@ def watch_workers(workers: Workers, *, stop_grace_s: float, refresh: Callable[[]
 
 def end_workers(workers: Workers) -> None:
     """End the ranks that still run: ask where they are, then SIGTERM, and SIGKILL for those that do not listen."""
-    workers.being_ended = min(workers.being_ended, time.time())
+    workers.being_ended = min(workers.being_ended, time.monotonic())
     workers.send(STACK_SIGNAL)
     time.sleep(STACK_GRACE_S)
     workers.send(signal.SIGTERM)
-    deadline = time.time() + END_GRACE_S
-    while workers.running and time.time() < deadline:
+    deadline = time.monotonic() + END_GRACE_S
+    while workers.running and time.monotonic() < deadline:
         workers.poll()
         time.sleep(0.05)
     workers.send(signal.SIGKILL)

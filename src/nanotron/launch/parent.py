@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.launch.display import Display, Tail
-from nanotron.launch.failures import first_of, read_failures
+from nanotron.launch.failures import Failure, first_of, read_failures
 from nanotron.launch.folder import run_directory
 from nanotron.launch.host import Workers, exit_code, start_workers, watch_workers
 from nanotron.launch.run import checked_config, run_train
+from nanotron.metrics.columns import TIME_MS
 from nanotron.metrics.record import STEP_LINE_START, step_line
+from nanotron.metrics.step_clock import TimeLeft
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -45,14 +47,14 @@ def train(
     argv += ["--allow-data-change"] if allow_data_change else []
     tail = Tail(run_dir / "metrics.jsonl", only_new_file=True)
     live = not plain and sys.stdout.isatty()
-    started = time.time()
+    earlier = read_failures(run_dir)
     importlib.import_module("nanotron.training.trainer")  # once, for all ranks that are forked
     workers = start_workers(config.parallelism.world_size, argv, piped=live, entry=run_train)
     with _shown(config, tail, workers) as refresh:
         grace = config.checkpoints.preempt_grace_s + SAVE_MARGIN_S
         watch_workers(workers, stop_grace_s=grace, refresh=refresh)
     code = exit_code(workers)
-    for line in closing_lines(code, workers, run_dir, started):
+    for line in closing_lines(code, workers, run_dir, earlier):
         print(line, file=sys.stderr, flush=True)
     return code
 
@@ -83,20 +85,24 @@ def _shown(config: Config, tail: Tail, workers: Workers) -> Iterator[Callable[[]
     os.close(output)
 
 
-def closing_lines(code: int, workers: Workers, run_dir: Path, started: float) -> list[str]:
-    """What the parent says last; of a failure, the rank where it began."""
+def closing_lines(code: int, workers: Workers, run_dir: Path, earlier: Sequence[Failure]) -> list[str]:
+    """What the parent says last; of a failure, the rank where it began.
+
+    ``earlier``: the failures that were on record before the run.
+    """
     if code == codes.PREEMPTED:
         return ["stopped after a complete checkpoint; the same command goes on from it"]
     if code == codes.PREEMPTED_UNSAVED:
         return ["stopped before a checkpoint was complete; the same command goes on from the newest complete one"]
     if code != codes.OUR_BUG:
         return []
-    recorded = [*workers.killed(), *read_failures(run_dir, since=started)]
+    accounts = [failure for failure in read_failures(run_dir) if failure not in earlier]
+    recorded = [*workers.killed(), *accounts]
     first = first_of(recorded)
     if first is None:
         bad = workers.first_bad
         return [f"failed first: rank {bad[0]}, exit status {bad[1]}"] if bad else []
-    lines = [f"the ranks' own accounts are in {run_dir / 'failures'}"] if read_failures(run_dir, since=started) else []
+    lines = [f"the ranks' own accounts are in {run_dir / 'failures'}"] if accounts else []
     silent = sorted(set(workers.ended) - {failure.rank for failure in recorded})
     if first.kind == "timeout" and silent:
         return [*lines, f"failed first: {_ranks(silent)} fell behind and said nothing; waiting for it: {first}"]
@@ -127,11 +133,12 @@ def watch(run: str, *, plain: bool = False) -> int:
 
 
 def _print_steps(tail: Tail, train_steps: int) -> None:
-    step = 0
+    step, left = 0, TimeLeft()
     while step < train_steps:
         for row in tail.read():
-            step, tokens = row["step"], row["tokens_per_sec"] * row["time_per_iteration_ms"] / 1e3
-            eta = max(0, train_steps - step) * row["time_per_iteration_ms"] / 1e3
+            step, tokens = row["step"], row["tokens_per_sec"] * row[TIME_MS] / 1e3
+            left.add(row)
+            eta = left.seconds(max(0, train_steps - step))
             print(step_line(row, train_steps=train_steps, batch_tokens=round(tokens), eta=eta), flush=True)
         time.sleep(0.2)
 

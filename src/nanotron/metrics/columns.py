@@ -1,4 +1,11 @@
-"""Names of columns that only measured steps have: ``update_ratio/layers.0.attn.q.weight``, ``slowest_rank``."""
+"""Names of a row's columns that several parts know."""
+
+TIME_MS = "time_per_iteration_ms"
+VALIDATION_MS, SAVING_MS = "validation_ms", "saving_ms"
+APART = (VALIDATION_MS, SAVING_MS)
+"""What a step's time leaves out."""
+
+# Only measured steps have these: ``update_ratio/layers.0.attn.q.weight``, ``slowest_rank``.
 
 WEIGHT_NORM = "weight_norm"
 GRAD_NORM = "grad_norm"

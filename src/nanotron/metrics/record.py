@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.logging import get_logger, human_duration, human_format
-from nanotron.metrics.columns import FULLEST_RANK, FULLEST_RANK_GIB, MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS
+from nanotron.metrics.columns import (
+    FULLEST_RANK,
+    FULLEST_RANK_GIB,
+    MEDIAN_RANK_MS,
+    SLOWEST_RANK,
+    SLOWEST_RANK_MS,
+    TIME_MS,
+)
 from nanotron.metrics.devices import find_device
 from nanotron.metrics.memory import memory_gib
 from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases, read_rows
 from nanotron.metrics.spikes import LossSpikes
+from nanotron.metrics.step_clock import TimeLeft
 from nanotron.models.families import flops_per_step
 from nanotron.parallel.mesh import Mesh
 
@@ -29,10 +35,23 @@ LEADING_KEYS = ("step", "lm_loss", "z_loss", "grad_norm", "lr", "consumed_tokens
 STEP_LINE_START = "iteration: "
 
 
+class _Work(NamedTuple):
+    """What some steps did, and how long they took."""
+
+    steps: int = 0
+    ms: float = 0.0
+    tokens: int = 0
+    flops: float = 0.0
+
+    def plus(self, other: _Work) -> _Work:
+        steps, ms, tokens, flops = other
+        return _Work(self.steps + steps, self.ms + ms, self.tokens + tokens, self.flops + flops)
+
+
 class Metrics:
     """Rank 0 records every step; on the other ranks the same calls do nothing.
 
-    ``log(step, values)`` needs in ``values``: ``lm_loss``, ``lr``, ``seconds`` (of the whole step), ``num_samples`` and
+    ``log(step, values)`` needs in ``values``: ``lm_loss``, ``lr``, ``time_per_iteration_ms``, ``num_samples`` and
     ``num_tokens`` (of the step, all replicas), ``consumed_samples``, ``consumed_tokens``, ``stage``. Every further
     number (``grad_norm``, ``z_loss``, …) becomes a column of its own. ``start_step`` is the step resumed from (0 when
     fresh): rows after it, of a run that was killed, are taken back.
@@ -41,7 +60,7 @@ class Metrics:
     def __init__(self, config: Config, mesh: Mesh, run_dir: Path, *, device: torch.device, start_step: int = 0) -> None:
         self._config, self._mesh, self._device = config, mesh, device
         self._first_step = start_step + 1
-        self._recent_seconds: deque[float] = deque(maxlen=20)
+        self._left, self._since_line = TimeLeft(), _Work()
         self._peak_flops = _peak_flops(device, str(config.model.dtype))
         self._sinks = _open_sinks(config, run_dir, start_step) if mesh.rank == 0 else []
         self._failing: set[Sink] = set()
@@ -51,17 +70,24 @@ class Metrics:
                 self._spikes.add(row["step"], row["lm_loss"], row.get("stage", ""))
 
     def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
-        """Record one step everywhere; the console shows every ``logging.iteration_step_info_interval``-th."""
+        """Record one step everywhere; the console shows every ``logging.iteration_step_info_interval``-th.
+
+        There, time and rates are means since the line before.
+        """
         if self._mesh.rank != 0:
             return
-        row = self._row(step, values)
+        work = self._work(values)
+        row = self._row(step, values, work)
         for sink in self._sinks:
             self._attempt(sink, lambda sink=sink: sink.write(step, row))  # type: ignore[misc]
         last_step = self._config.tokens.train_steps
-        self._recent_seconds.append(float(values["seconds"]))
+        self._left.add(row)
+        self._since_line = self._since_line.plus(work)
         if step in (self._first_step, last_step) or step % self._config.logging.iteration_step_info_interval == 0:
-            eta = (last_step - step) * median(self._recent_seconds)
-            logger.info(step_line(row, train_steps=last_step, batch_tokens=int(values["num_tokens"]), eta=eta))
+            shown = row | self._rates(self._since_line)
+            eta = self._left.seconds(last_step - step)
+            logger.info(step_line(shown, train_steps=last_step, batch_tokens=work.tokens, eta=eta))
+            self._since_line = _Work()
         if SLOWEST_RANK in row:
             logger.info(work_line(row, self._mesh))
         spike = self._spikes.add(step, float(row["lm_loss"]), str(row["stage"]))
@@ -83,23 +109,31 @@ class Metrics:
                 logger.error(f"{type(sink).__name__} cannot write ({error.strerror or error}); the run goes on")
             self._failing.add(sink)
 
-    def _row(self, step: int, values: Mapping[str, float | int | str]) -> Row:
-        seconds, tokens = float(values["seconds"]), int(values["num_tokens"])
-        samples = int(values["num_samples"])
+    def _work(self, values: Mapping[str, float | int | str]) -> _Work:
+        samples, tokens = int(values["num_samples"]), int(values["num_tokens"])
         flops = flops_per_step(
             self._config.model.model_config, num_samples=samples, sequence_length=tokens // max(samples, 1)
         )
-        flops_per_second = flops / seconds / self._mesh.world
+        return _Work(1, float(values[TIME_MS]), tokens, flops)
+
+    def _row(self, step: int, values: Mapping[str, float | int | str], work: _Work) -> Row:
         row: Row = {"step": step} | {key: values[key] for key in LEADING_KEYS if key in values}
-        row["time_per_iteration_ms"] = seconds * 1e3
-        row["tokens_per_sec"] = tokens / seconds
-        row["tokens_per_sec_per_device"] = tokens / seconds / self._mesh.world
-        row["model_tflops_per_device"] = flops_per_second / 1e12
-        if self._peak_flops is not None:
-            row["mfu"] = flops_per_second / self._peak_flops
+        row |= self._rates(work)
         row["memory_gib"] = memory_gib(self._device)
-        used = {*row, "seconds", "num_samples", "num_tokens"}
+        used = {*row, "num_samples", "num_tokens"}
         return row | {key: value for key, value in values.items() if key not in used}
+
+    def _rates(self, work: _Work) -> dict[str, float]:
+        """The columns that say how fast steps were, of one step or of the mean of several."""
+        seconds, world = work.ms / 1e3, self._mesh.world
+        flops_per_second = work.flops / seconds / world
+        rates = {
+            TIME_MS: work.ms / work.steps,
+            "tokens_per_sec": work.tokens / seconds,
+            "tokens_per_sec_per_device": work.tokens / seconds / world,
+            "model_tflops_per_device": flops_per_second / 1e12,
+        }
+        return rates if self._peak_flops is None else {**rates, "mfu": flops_per_second / self._peak_flops}
 
 
 def step_line(row: Mapping[str, Any], *, train_steps: int, batch_tokens: int, eta: float) -> str:
@@ -107,7 +141,7 @@ def step_line(row: Mapping[str, Any], *, train_steps: int, batch_tokens: int, et
     parts = {
         "iteration": f"{row['step']} / {train_steps}",
         "consumed_tokens": human_format(row["consumed_tokens"]),
-        "time_per_iteration_ms": human_format(row["time_per_iteration_ms"]),
+        TIME_MS: human_format(row[TIME_MS]),
         "tokens_per_sec": human_format(row["tokens_per_sec"]),
         "tokens_per_sec_per_device": human_format(row["tokens_per_sec_per_device"]),
         "global_batch_size": human_format(batch_tokens),  # in tokens, as users of these lines are used to
@@ -128,7 +162,7 @@ def work_line(row: Mapping[str, Any], mesh: Mesh) -> str:
     """The console's line about the rank that worked longest in a step, and the one that holds the most memory."""
     slowest, fullest = int(row[SLOWEST_RANK]), int(row[FULLEST_RANK])
     busy, usual = row[SLOWEST_RANK_MS], row[MEDIAN_RANK_MS]
-    share = busy / row["time_per_iteration_ms"]
+    share = busy / row[TIME_MS]
     times = f", {busy / usual:.2f} times the median rank" if usual > 0 else ""
     return (
         f"step {row['step']}: rank {slowest}{_coordinates(mesh.seen_by(slowest))} worked longest, "

@@ -6,11 +6,11 @@ what travels between stages is [b, s, d], or [b, s/t, d] under sequence parallel
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import time
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class Pipeline:
         """Set it to a list, and every action of the following batches is noted there with its start and end."""
         self.metrics: dict[str, Tensor] = {}
         """Sums over the microbatches of what the chunks measured in the last ``run``."""
+        self.clock_zero = max(time.time() - time.perf_counter() for _ in range(5))  # one pair may be torn apart
+        """When this host's steady clock was 0, seconds since the epoch: spans of several hosts are drawn together."""
         self._programs: dict[tuple[int, bool], Program] = {}
 
     def run(self, batches: Sequence[Any], loss_scale: float | Callable[[], Tensor]) -> dict[str, Tensor]:
@@ -217,4 +219,4 @@ class _Run:
     def _now(self) -> float:
         if self.pipeline.device.type != "cpu":
             torch.accelerator.synchronize(self.pipeline.device)  # only while tracing: it shows the device's time
-        return time()  # not perf_counter: it must compare between hosts
+        return self.pipeline.clock_zero + time.perf_counter()

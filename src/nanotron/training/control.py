@@ -33,6 +33,8 @@ class Outcome:
     """Some rank was told to stop after this step."""
     details: dict[str, float] = field(default_factory=dict)
     """What only measured steps tell, by column of the step's row."""
+    has_targets: bool = True
+    """Whether any token of the global batch was a target; without one the losses are 0 and mean nothing."""
 
     @property
     def lm_loss(self) -> float:
@@ -74,6 +76,7 @@ class ControlWord:
         self._word = torch.cat([section.double() for section in sections.values()])
         parts = torch.split(self._word, [len(section) for section in sections.values()])
         self._sections: dict[str, Tensor] = dict(zip(sections, parts, strict=True))  # views of the word
+        self._num_targets: Tensor | None = None  # until it is reduced
         self.details: Details | None = None
         """The step's further measurements; most steps have none."""
 
@@ -82,9 +85,10 @@ class ControlWord:
         return self._sections[section]
 
     def reduce(self, mesh: Mesh, num_targets: Tensor) -> None:
-        """Add up all ranks' words; the losses become means over ``num_targets``."""
+        """Add up all ranks' words; the losses become means over ``num_targets``, which may be 0."""
         all_reduce_(self._word, mesh.world_group())
-        self["losses"].div_(num_targets)
+        self["losses"].div_(num_targets.clamp(min=1))
+        self._num_targets = num_targets
 
     def grad_scale(self, clip: float | None) -> Tensor:
         """What gradients are divided by so that their global norm is at most ``clip`` (arXiv 1211.5063)."""
@@ -101,4 +105,6 @@ class ControlWord:
         losses = dict(zip(self._loss_names, values, strict=False))
         save, stop = values[len(losses) : len(losses) + 2]
         norm = squared_norm**0.5 if squared_norm >= 0 else squared_norm
-        return Outcome(losses, norm, save > 0, stop > 0, self.details.read() if self.details else {})
+        details = self.details.read() if self.details else {}
+        has_targets = any(losses.values()) or self._num_targets is None or self._num_targets.item() > 0
+        return Outcome(losses, norm, save > 0, stop > 0, details, has_targets)

@@ -72,7 +72,7 @@ class Training:
         details = details_of(update, self._config, self._mesh, self.pipeline, self.chunks)
         self.buckets.start(len(microbatches), sequence_length=microbatches[0].tokens.shape[1])
         with details.watching(microbatches) if details else nullcontext():
-            losses = self.pipeline.run(microbatches, lambda: 1.0 / num_targets())
+            losses = self.pipeline.run(microbatches, lambda: 1.0 / num_targets().clamp(min=1))
         self.buckets.finish()
         names = loss_names(self._config.model.model_config)
         word = ControlWord(self.buckets.squared_norm(), self._counted(losses), names, save=save, stop=stop)
@@ -104,10 +104,9 @@ class Training:
 
 
 def begin_to_count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> Arrival:
-    """The number of valid tokens of the whole global batch, which every loss and gradient is divided by.
+    """The number of valid tokens of the whole global batch; every loss and gradient is divided by it, or by 1.
 
     It crosses ranks while the last update's weights do, so it is not waited for before the first loss is there.
     """
     count = torch.stack([(batch.labels != IGNORED_LABEL).sum() for batch in microbatches]).sum().double()
-    arrival = begin_all_reduce_(count, mesh.group(*mesh.data_parts, purpose="control"))
-    return lambda: arrival().clamp(min=1)
+    return begin_all_reduce_(count, mesh.group(*mesh.data_parts, purpose="control"))

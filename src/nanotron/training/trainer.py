@@ -23,8 +23,10 @@ from nanotron.data.sources.fingerprint import fingerprint_changes
 from nanotron.launch import codes
 from nanotron.launch.folder import on_rank_0, run_directory
 from nanotron.logging import get_logger
+from nanotron.metrics.columns import SAVING_MS, VALIDATION_MS
 from nanotron.metrics.profiler import profiled
 from nanotron.metrics.record import Metrics
+from nanotron.metrics.step_clock import StepClock, StepTime
 from nanotron.ops.fused import seconds_compiling
 from nanotron.optim.lr import learning_rate
 from nanotron.parallel.mesh import Mesh
@@ -82,7 +84,7 @@ def train(
         last_complete=start.step or None,
         timeout_s=config.general.timeout_s,
     )
-    run = Run(config, mesh, training, feed, metrics, saver, step=start.step)
+    run = Run(config, mesh, training, feed, metrics, saver, StepClock(device), step=start.step)
     try:
         profiler = profiled(config.profiler, mesh.rank, run_directory(config))
         if config.profiler is not None and config.profiler.pipeline_trace is not None:
@@ -119,6 +121,7 @@ class _Made(NamedTuple):
     consumed_samples: int
     consumed_tokens: int
     val_loss: float | None
+    time: StepTime
 
 
 @dataclass
@@ -131,6 +134,7 @@ class Run:
     feed: Feed
     metrics: Metrics
     saver: Saver
+    clock: StepClock
     step: int
     """Steps made so far."""
     told_to_stop: bool = False
@@ -141,8 +145,9 @@ class Run:
     def __post_init__(self) -> None:
         self._unread: deque[_Made] = deque()
         self._last_saved = self.step
-        self._clock = self._last_save_time = time.perf_counter()
+        self._last_save_time = time.monotonic()
         self._seconds_compiling = 0.0
+        self._told_of_no_targets = False
 
     def to_the_end(self) -> int:
         """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
@@ -184,9 +189,14 @@ class Run:
             self._tell_compiling()
         self.after_step()
         samples, tokens = sum(self.feed.consumed.values()), self.feed.consumed_tokens
-        self._unread.append(_Made(self.step, word, data, samples, tokens, self._validate()))
+        val_loss = self._validate()
+        self._unread.append(_Made(self.step, word, data, samples, tokens, val_loss, self.clock.step_ends()))
+        self._tell_failed_saves()
+
+    def _tell_failed_saves(self) -> None:
         for line in self.saver.poll():
-            logger.error(line)
+            if self.mesh.rank == 0:  # every rank is told
+                logger.error(line)
 
     def _tell_compiling(self) -> None:
         """Say how long was spent compiling since the last step, if at all: shapes were new."""
@@ -196,14 +206,12 @@ class Run:
         self._seconds_compiling = seconds
 
     def _validate(self) -> float | None:
-        """The loss on the stage's validation set, when it is time for it; its seconds are not the step's."""
+        """The loss on the stage's validation set, when it is time for it."""
         interval = self.config.tokens.val_check_interval
         if interval < 1 or self.step % interval:
             return None
-        start = time.perf_counter()
-        loss = validation_loss(self.training, self.feed.validation(self.step), self.mesh)
-        self._clock += time.perf_counter() - start
-        return loss
+        with self.clock.apart(VALIDATION_MS):
+            return validation_loss(self.training, self.feed.validation(self.step), self.mesh)
 
     def _reads_now(self) -> bool:
         """Whether this step's word must be read before the next step: it is to be printed, or saved after."""
@@ -214,7 +222,7 @@ class Run:
 
     def _minutes_are_over(self) -> bool:
         minutes = self.config.checkpoints.interval_minutes
-        return minutes is not None and time.perf_counter() - self._last_save_time > 60 * minutes
+        return minutes is not None and time.monotonic() - self._last_save_time > 60 * minutes
 
     def _read(self, keep: int = 0) -> list[Outcome]:
         """Read the control words of all but the last ``keep`` steps, and log those steps."""
@@ -227,12 +235,13 @@ class Run:
         return outcomes
 
     def _log(self, made: _Made, outcome: Outcome) -> None:
-        now = time.perf_counter()
+        """Rank 0 records a step, and says what is wrong with it; every rank knows the same."""
+        if self.mesh.rank != 0:
+            return
         values: dict[str, float | int | str] = {
             **{f"{name}_loss": value for name, value in outcome.losses.items()},
             "grad_norm": outcome.grad_norm,
             "lr": self._learning_rate(made.step),
-            "seconds": now - self._clock,
             "num_samples": made.data.num_samples,
             "num_tokens": made.data.num_tokens,
             "consumed_samples": made.consumed_samples,
@@ -241,9 +250,14 @@ class Run:
         }
         if made.val_loss is not None:
             values["val_loss"] = made.val_loss
-        self._clock = now
-        values |= outcome.details
+        values |= made.time.columns() | outcome.details
         self.metrics.log(made.step, values)
+        if not outcome.has_targets and not self._told_of_no_targets:
+            self._told_of_no_targets = True
+            logger.warning(
+                f"step {made.step}: no token of its batch is a target, so its loss is 0 and it teaches nothing (said "
+                "once); prompts without completions, or with theirs beyond tokens.sequence_length, have none"
+            )
         if not outcome.finite:
             policy = "stopping" if self.config.optimizer.on_nan == "stop" else "its update was left out"
             logger.warning(
@@ -256,8 +270,9 @@ class Run:
 
     def _save(self) -> None:
         """Begin a checkpoint of the current step."""
-        self.saver.save(self.step, list(self.training.pieces()), self._state(), _texts(self.config))
-        self._last_saved, self._last_save_time = self.step, time.perf_counter()
+        with self.clock.apart(SAVING_MS):
+            self.saver.save(self.step, list(self.training.pieces()), self._state(), _texts(self.config))
+        self._last_saved, self._last_save_time = self.step, time.monotonic()
         logger.info(f"saving step {self.step} to {self.config.checkpoint_places[0]}")
         logger.info(f"samples consumed: {self.feed.counters()}")
 
@@ -280,8 +295,7 @@ class Run:
         if self._last_saved != self.step and (preempted or self.config.checkpoints.save_final_state):
             self._save()
         saved = self.saver.wait()
-        for line in self.saver.poll():
-            logger.error(line)
+        self._tell_failed_saves()
         if preempted:
             logger.info(f"stopped at step {self.step} as told, " + ("saved" if saved else "but not saved"))
             return codes.PREEMPTED if saved else codes.PREEMPTED_UNSAVED
