@@ -277,7 +277,9 @@ def test_a_step_left_out_for_nan_is_not_saved_and_the_next_is_however_late_it_is
     assert [step for step in range(1, 9) if (tmp_path / f"{step}/index.json").exists()] == [2, 4, 8]
 
 
-def test_another_optimizers_checkpoint_is_refused_in_a_line_per_kind_that_names_the_key(tmp_path: Path) -> None:
+def test_another_optimizers_checkpoint_is_refused_in_a_line_per_kind_or_its_moments_are_left_behind_with_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     values = values_of(tmp_path, tokens__train_steps=4, optimizer__optimizer_factory={"name": "sgd"})
     assert run(0, 1, values) == codes.DONE
     with pytest.raises(ConfigError) as caught:
@@ -287,6 +289,13 @@ def test_another_optimizers_checkpoint_is_refused_in_a_line_per_kind_that_names_
     anew = values_of(tmp_path / "new", checkpoints__resume_checkpoint_path=str(tmp_path))
     anew["checkpoints"]["load_optimizer"] = False
     assert run(0, 1, anew) == codes.DONE
+    caplog.clear()
+    back = values_of(tmp_path / "new", tokens__train_steps=9, optimizer__optimizer_factory={"name": "sgd"})
+    assert run(0, 1, back) == codes.DONE
+    left = (
+        f"exp_avg and exp_avg_sq of {tmp_path}/new/8 are left behind: optimizer.optimizer_factory.name=sgd keeps none"
+    )
+    assert [record.levelname for record in caplog.records if left in record.getMessage()] == ["WARNING"]
 
 
 def count_saves(rank: int, world: int, values: dict[str, Any]) -> list[int]:

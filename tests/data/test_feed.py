@@ -186,6 +186,15 @@ def test_data_that_may_not_repeat_ends_with_a_line(tmp_path):
     feed.close()
 
 
+def test_data_that_may_not_repeat_and_fills_no_step_is_refused_at_the_start(tmp_path):
+    write_nanoset(tmp_path / "a", [list(range(8 * 3 + 1))])
+    config = make_config(data_stages=[stage(str(tmp_path / "a"), repeat=False)])
+    with pytest.raises(ConfigError, match="'stable' gives 3 samples, and a step takes 4 of 8 tokens; set repeat: true"):
+        make_feed(config)
+    write_nanoset(tmp_path / "a", [list(range(8 * 4 + 1))])
+    make_feed(config).close()
+
+
 def test_the_next_step_is_loaded_ahead_and_a_jump_is_still_right(nanoset):
     config = make_config(data_stages=[stage(str(nanoset))])
     feed, other = make_feed(config), make_feed(config)

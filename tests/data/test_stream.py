@@ -134,6 +134,16 @@ def test_token_ids_beyond_the_vocabulary_are_named():
         stream([[4, 100, 5]], 1).next()
 
 
+def test_an_endless_stream_of_empty_documents_says_so_and_is_given_up(monkeypatch, caplog):
+    monkeypatch.setattr("nanotron.data.sources.stream.EMPTY_IN_A_ROW", (10, 100))
+    source = stream(itertools.chain([[1]] + [[]] * 99 + [[2]], itertools.repeat([])), 1)
+    assert source.next().tokens.tolist() == [1, 2]
+    caplog.clear()
+    with pytest.raises(ConfigError, match=r"^x: 100 documents in a row have no tokens; look at what gives them$"):
+        source.next()
+    assert caplog.messages == ["x: 10 documents in a row have no tokens; still looking for one that has"]
+
+
 def test_an_empty_document_of_a_stream_is_named_once_and_counted_from_the_start_of_the_epoch(caplog):
     documents = [[1, 2], [3, 4], [], [5], []]
     source = stream(documents, 1)
@@ -268,6 +278,12 @@ def test_a_list_of_texts_is_a_stream_of_documents_like_an_iterator_over_them(tmp
         found.append(global_tokens(config_for({"python": f"{tmp_path}/own.py:f"}, tokenizer=str(tmp_path)), 4))
     assert found[0] == found[1]
     assert list(found[0][1]["streams"]) == ["a"]
+
+
+def test_a_stream_that_may_not_repeat_and_fills_no_step_is_refused():
+    config = config_for({"python": f"{EXAMPLES}:counting", "arguments": {"documents": 1}}, dp=2, repeat=False)
+    with pytest.raises(ConfigError, match=r"the data of stage '.*' ends before its first step, and a step takes"):
+        global_tokens(config, 1)
 
 
 def read_in_replica(rank, world, axes, documents):

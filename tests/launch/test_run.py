@@ -158,6 +158,18 @@ nanotron.training.step.Training.step = step
 """
 
 
+def test_code_of_the_users_that_exits_ends_the_run_as_a_mistake_told_once(folder: Path) -> None:
+    (folder / "own.py").write_text("def f():\n    yield list(range(64)) * 9\n    exit(0)\n")
+    config = CONFIG.replace("{dataset: null}", '{dataset: {python: "own.py:f"}, num_loading_workers: 1}')
+    (folder / "tiny.yaml").write_text(config)
+    done = call(folder, *train_command("--override=parallelism.pp=1", "--override=tokens.train_steps=50"))
+    assert done.returncode == codes.USER_MISTAKE, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        f"{folder}/own.py, line 3, in f: sys.exit(0) ended the run; code that a config names has to "
+    )
+
+
 def test_every_rank_names_the_one_that_failed_first(folder: Path) -> None:
     done = torchrun(folder, 4, driver(folder, before=FAIL_ON_RANK_TWO))
     named = [line for line in done.stderr.splitlines() if line.startswith("failed first: ")]

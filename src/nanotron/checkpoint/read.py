@@ -40,12 +40,16 @@ DTYPES = {
 }
 
 
-def load(checkpoint: str, pieces: Iterable[Piece]) -> None:
+def load(checkpoint: str, pieces: Iterable[Piece]) -> list[str]:
     """Fill every piece's tensor from a complete checkpoint, saved under any layout.
 
+    Returns the kinds of optimizer state that it has and no piece asks for: those of another optimizer.
     Raises ConfigError when the checkpoint lacks what is asked for, or a file of it is damaged.
     """
-    fill(CheckpointTensors(open_folder(checkpoint)), pieces)
+    tensors, pieces = CheckpointTensors(open_folder(checkpoint)), list(pieces)
+    fill(tensors, pieces)
+    kinds = {key.partition("/")[0] for key in tensors.index.tensors}
+    return sorted(kinds - {"weight", "master"} - {piece.kind for piece in pieces})
 
 
 class Tensors(Protocol):

@@ -89,6 +89,7 @@ class Feed:
         self._validation_batches = config.tokens.limit_val_batches
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
         self._stages = build_stages(config)
+        self._check_sizes()
         self._log_shares()
         state = state or {}
         self.consumed: dict[str, int] = {scheduled.name: 0 for scheduled in self._stages} | state.get("consumed", {})
@@ -128,6 +129,23 @@ class Feed:
         if position:
             stage.check_positions(position)
 
+    def _check_sizes(self) -> None:
+        """Refuse stages whose data may not repeat and cannot fill a single step."""
+        problems = [
+            self._too_little(scheduled, f"gives {scheduled.stage.num_samples} samples")
+            for scheduled in self._stages
+            if not self._has_rows(scheduled, 0)
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def _too_little(self, scheduled: ScheduledStage, found: str) -> str:
+        return (
+            f"data.repeat: false, but the data of stage {scheduled.name!r} {found}, and a step takes "
+            f"{self._global_batch} of {scheduled.sequence_length} tokens; set repeat: true, give it more data, or make "
+            "the batch smaller (tokens.micro_batch_size, tokens.batch_accumulation_per_replica)"
+        )
+
     def consumed_per_source(self) -> dict[str, dict[str, int]]:
         """For each stage, the samples that each of its sources gave: those of the checkpoint, and those since."""
         counts = dict(self._per_source_before)
@@ -157,7 +175,12 @@ class Feed:
                 f"stage {scheduled.name!r} has no data left for step {n}: {first} of {scheduled.stage.num_samples} "
                 f"samples are consumed, a step takes {self._global_batch}, and data.repeat is false"
             )
-        rows = self._rows(n, scheduled, first)
+        try:
+            rows = self._rows(n, scheduled, first)
+        except EndOfData:
+            if first > 0:
+                raise
+            raise ConfigError(self._too_little(scheduled, "ends before its first step")) from None
         self.consumed[scheduled.name] = first + self._global_batch
         self._log_new_epochs(scheduled, first)
         self._load_ahead(n + 1)

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -156,6 +157,8 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
         return code
     except ConfigError as mistake:
         code = peers.say_once(str(mistake))
+    except SystemExit as leaving:
+        code = peers.say_once(_who_left(leaving))
     except KeyboardInterrupt:
         code = codes.PREEMPTED_UNSAVED
     except Exception as error:
@@ -221,6 +224,16 @@ def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:
         print(failure.traceback, file=sys.stderr, end="")
     print(f"failed first: {first}", file=sys.stderr, flush=True)
     return codes.OUR_BUG
+
+
+def _who_left(leaving: SystemExit) -> str:
+    """What to tell of code of the user's that ends the run as if it were a program of its own."""
+    frames = traceback.extract_tb(leaving.__traceback__)
+    last = [frame for frame in frames if "_sitebuiltins" not in frame.filename][-1]  # where exit() lives
+    return (
+        f"{last.filename}, line {last.lineno}, in {last.name}: sys.exit({leaving.code!r}) ended the run; code that a "
+        "config names has to return, or to raise an error"
+    )
 
 
 def leave(code: int, place: Place) -> None:

@@ -147,5 +147,5 @@ def _call(what: str, function: Callable[[], T]) -> T:
     """Call the user's code; what it raises becomes the user's error."""
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{what} raised {type(error).__name__}: {error}") from error

@@ -55,8 +55,14 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
             " once more with that, name another checkpoints.checkpoints_path)"
         )
     load_optimizer = going_on or checkpoints.load_optimizer
-    load(resume.checkpoint, training.pieces() if load_optimizer else _weights(training))
+    unused = load(resume.checkpoint, training.pieces() if load_optimizer else _weights(training))
     if load_optimizer:
+        if unused and mesh.rank == 0:
+            name = config.optimizer.optimizer_factory.name
+            logger.warning(
+                f"{' and '.join(unused)} of {resume.checkpoint} are left behind: "
+                f"optimizer.optimizer_factory.name={name} keeps none, and its checkpoints will have none"
+            )
         training.optimizer.updates.fill_(state["optimizer_updates"])
     if imported or not (going_on or checkpoints.load_lr_scheduler):
         logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")

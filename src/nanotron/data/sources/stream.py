@@ -24,6 +24,9 @@ logger = get_logger(__name__)
 
 Tokens = npt.NDArray[np.int64]
 
+EMPTY_IN_A_ROW = (1_000, 10_000, 100_000, 1_000_000)
+"""Documents without a token after which a stream says so, and at last gives up: it may have no end."""
+
 
 class EndOfData(Exception):
     """A stage may not repeat its sources and cannot fill another batch; the text is a line for the user."""
@@ -95,6 +98,7 @@ class DocumentStream:
         self._epoch = 0
         self._number = 0  # documents read in this epoch
         self._named_empty = False
+        self._empty_in_a_row = 0
         self._documents: Any = None
         self._iterator: Iterator[Any] = iter(())
         self._loaded: dict[str, Any] | None = None  # the position that was gone to, until a document is read there
@@ -146,7 +150,7 @@ class DocumentStream:
         if tokens.size == 0:
             self._name_empty()
             return
-        self._epoch_is_empty = False
+        self._epoch_is_empty, self._empty_in_a_row = False, 0
         used = self._offset if not self._pending else 0  # more than 0 where a run resumes within a document
         self._pending.append((state, tokens))
         self._available += len(tokens) - used
@@ -165,6 +169,12 @@ class DocumentStream:
         if not self._named_empty:
             self._named_empty = True
             logger.info(f"{self.name}: document {self._number - 1} has no tokens; empty documents are skipped")
+        self._empty_in_a_row += 1
+        line = f"{self.name}: {self._empty_in_a_row:,} documents in a row have no tokens"
+        if self._empty_in_a_row == EMPTY_IN_A_ROW[-1]:
+            raise ConfigError(f"{line}; look at what gives them")
+        if self._empty_in_a_row in EMPTY_IN_A_ROW:
+            logger.warning(f"{line}; still looking for one that has")
 
     def _end_epoch(self) -> None:
         if self._epoch_is_empty:
