@@ -55,7 +55,7 @@ def claim_in_turn(rank: int, world: int, runs: list[dict[str, str]]) -> list[str
 
     values, problems = values_of(runs[rank]["checkpoints"]), []
     values["general"] |= {"run_dir": runs[rank]["run_dir"]}
-    values["s3_upload"] = {"upload_s3_path": runs[rank]["copies"], "remove_after_upload": False}
+    values["s3_upload"] = {"upload_s3_path": f"file://{runs[rank]['copies']}", "remove_after_upload": False}
     with ExitStack() as claims:
         for turn in range(world):
             dist.barrier()

@@ -92,7 +92,8 @@ def claim_folders(config: Config) -> ExitStack:
     checkpoints, copies = config.checkpoint_places
     places = [(str(run_directory(config)), "general.run_dir"), (checkpoints, "checkpoints.checkpoints_path")]
     places += [(copies, "s3_upload.upload_s3_path")] if copies is not None else []
-    folders = {os.path.realpath(path): (path, key) for path, key in places if "://" not in path}
+    local = [(path.removeprefix("file://"), key) for path, key in places]
+    folders = {os.path.realpath(path): (path, key) for path, key in local if "://" not in path}
     with ExitStack() as claims:
         for path, key in folders.values():  # one lock a folder: closing a second file of it would give up the first
             claims.enter_context(_claim(Path(path), key))
