@@ -1,4 +1,4 @@
-"""The `nanotron` command and scripts, each in a process of its own that need not import torch again.
+"""The `nanotron` command, scripts and torchrun, each in a process of its own that need not import torch again.
 
     done = nanotron(folder, "check", "x.yaml")          # returncode, stdout, stderr, as subprocess.run has them
     running = Command(folder, "train", "x.yaml")        # pid, poll, wait, send_signal, communicate, as Popen has them
@@ -10,6 +10,7 @@ What it cannot tell is what a command imports; tests of that start an interprete
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import signal
@@ -25,9 +26,9 @@ LONGEST_S = 300.0  # no measure of anything: a process that hangs is ended
 
 
 class Command:
-    """A process that runs `nanotron` with some arguments; or, where the first ends in .py, that script."""
+    """A process that runs `nanotron` with some arguments; or torchrun or a script, where the first names one."""
 
-    def __init__(self, folder: Path, *arguments: str | Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
         self._arguments = [str(argument) for argument in arguments]
         self._output = tempfile.TemporaryDirectory(prefix="command-")
         streams = [os.path.join(self._output.name, name) for name in ("stdout", "stderr")]
@@ -68,10 +69,8 @@ class Command:
         return stdout, stderr
 
 
-def nanotron(
-    folder: Path, *arguments: str | Path, environment: Mapping[str, str] | None = None
-) -> CompletedProcess[str]:
-    """Run a command, or a script that is named in its place, to its end."""
+def nanotron(folder: Path, *arguments: object, environment: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+    """Run a command to its end; or torchrun or a script, named in its place."""
     command = Command(folder, *arguments, environment=environment)
     stdout, stderr = command.communicate()
     return CompletedProcess(arguments, command.wait(), stdout, stderr)
@@ -87,8 +86,8 @@ def _become(folder: str, arguments: list[str], environment: dict[str, str], stre
     if arguments[0].endswith(".py"):
         sys.argv, sys.path[0:0] = arguments, [os.path.dirname(os.path.abspath(arguments[0]))]
         runpy.run_path(arguments[0], run_name="__main__")
-    else:
-        from nanotron.cli import main
-
-        sys.argv = ["nanotron", *arguments]
-        main()
+        return
+    name = "torch.distributed.run" if arguments[0] == "torchrun" else "nanotron.cli"
+    sys.argv = [arguments[0], *arguments[1:]] if arguments[0] == "torchrun" else ["nanotron", *arguments]
+    sys.modules["__main__"] = program = importlib.import_module(name)  # what processes that it spawns look for
+    sys.exit(program.main())

@@ -23,6 +23,7 @@ from nanotron.config.reference import reference, status_table
 from nanotron.config.schema import json_schema
 from nanotron.errors import ConfigError
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
+from tests.commands import nanotron
 from tests.config.test_mistakes import RIGHT
 
 STALE = "run: python tools/write_reference.py"
@@ -55,15 +56,29 @@ tokens:
 """
 
 
-def nanotron(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command line with torch made impossible to import."""
-    code = "import sys; sys.modules['torch'] = None; from nanotron.cli import main; main()"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from nanotron.cli import main
+for line in sys.stdin:
+    sys.argv = ["nanotron", *line.split()]
+    try:
+        main()
+    except SystemExit as end:
+        assert end.code in (0, 2), line
+"""
+
+
+def test_no_command_about_configs_imports_torch(tmp_path: Path) -> None:
+    lines = f"check {EXAMPLES[0]}\ncheck absent.yaml\ncheck {EXAMPLES[0]} --resolved\ninit\nschema\ncheck --help\n"
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], input=lines, capture_output=True, text=True, check=False
+    )
+    assert (ran.returncode, ran.stderr.count("absent.yaml: no such file")) == (0, 1), ran.stderr
 
 
 def test_check_prints_the_config_with_what_was_defaulted_marked_and_five_lines(tmp_path: Path) -> None:
-    ran = nanotron("check", ROOT / "examples" / "config_3d.yaml", "--nproc", "8", cwd=tmp_path)
+    ran = nanotron(tmp_path, "check", ROOT / "examples" / "config_3d.yaml", "--nproc", "8")
     assert ran.returncode == 0, ran.stderr
     assert "  dp: 2\n" in ran.stdout
     assert "  recompute_layer: false  # default\n" in ran.stdout
@@ -83,18 +98,18 @@ def test_check_prints_the_config_with_what_was_defaulted_marked_and_five_lines(t
 
 def test_check_resolved_prints_yaml_that_loads_to_the_same_config(tmp_path: Path) -> None:
     source = ROOT / "examples" / "config_3d.yaml"
-    ran = nanotron("check", source, "--resolved", "--override", "tokens.train_steps=20", cwd=tmp_path)
+    ran = nanotron(tmp_path, "check", source, "--resolved", "--override", "tokens.train_steps=20")
     (tmp_path / "resolved.yaml").write_text(ran.stdout)
     resolved = get_config_from_file(tmp_path / "resolved.yaml")
     assert resolved == check(source, ["tokens.train_steps=20"])
     assert resolved.tokens.train_steps == 20
-    again = nanotron("check", tmp_path / "resolved.yaml", "--resolved", cwd=tmp_path)
+    again = nanotron(tmp_path, "check", tmp_path / "resolved.yaml", "--resolved")
     assert (again.stdout, again.stderr) == (ran.stdout, "")  # nothing more to derive, nothing to remark
 
 
 def test_mistakes_end_with_code_2_one_line_each_and_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(RIGHT.replace("dp: 2", "dp: 0").replace("3e-4", "fast"))
-    ran = nanotron("check", "x.yaml", cwd=tmp_path)
+    ran = nanotron(tmp_path, "check", "x.yaml")
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.splitlines() == [
         "x.yaml:2: parallelism.dp: 0 is out of range; it must be > 0",
@@ -104,7 +119,7 @@ def test_mistakes_end_with_code_2_one_line_each_and_no_traceback(tmp_path: Path)
 
 @pytest.mark.parametrize("command", ["check", "init", "schema"])
 def test_every_command_and_option_has_help(command: str, tmp_path: Path) -> None:
-    ran = nanotron(command, "--help", cwd=tmp_path)
+    ran = nanotron(tmp_path, command, "--help")
     assert ran.returncode == 0
     described = [line for line in ran.stdout.splitlines() if line.startswith("│") and "--" in line]
     assert described
@@ -114,10 +129,10 @@ def test_every_command_and_option_has_help(command: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_starter_config_is_right_as_it_stands(preset: str, tmp_path: Path) -> None:
     devices = {"70b": 64, "405b": 512}.get(preset, 8)
-    ran = nanotron("init", "--preset", preset, "--gpus", str(devices), "-o", "new.yaml", cwd=tmp_path)
+    ran = nanotron(tmp_path, "init", "--preset", preset, "--gpus", str(devices), "-o", "new.yaml")
     assert ran.returncode == 0, ran.stderr
     assert check(tmp_path / "new.yaml", nproc=devices).parallelism.world_size == devices
-    again = nanotron("init", "-o", "new.yaml", cwd=tmp_path)
+    again = nanotron(tmp_path, "init", "-o", "new.yaml")
     assert (again.returncode, again.stderr) == (
         2,
         "--output new.yaml: exists already; name another file, or delete it\n",
@@ -151,12 +166,12 @@ def test_the_well_known_example_is_word_for_word() -> None:
 def test_the_example_script_writes_the_example(tmp_path: Path) -> None:
     script = ROOT / "examples" / "config_tiny_llama.py"
     (tmp_path / script.name).write_text(script.read_text())
-    subprocess.run([sys.executable, tmp_path / script.name], check=True, cwd=tmp_path)
+    assert nanotron(tmp_path, script.name).returncode == 0
     assert (tmp_path / "config_tiny_llama.yaml").read_text() == script.with_suffix(".yaml").read_text()
 
 
 def test_the_schema_in_examples_is_fresh(tmp_path: Path) -> None:
-    printed = nanotron("schema", cwd=tmp_path).stdout
+    printed = nanotron(tmp_path, "schema").stdout
     assert json.loads(printed) == json_schema(SCHEDULE_NAMES)
     assert (ROOT / "examples" / "config.schema.json").read_text() == printed, STALE
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nanotron.check import check
 from nanotron.training.topology import parameter_specs
+from tests.commands import nanotron
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -33,9 +32,8 @@ def test_a_small_example_trains(file: Path, tmp_path: Path) -> None:
         *("tokens.batch_accumulation_per_replica=1", "general.threads_per_rank=1"),
         f"data_stages=[{{name: a, start_training_step: 1, data: {{dataset: {corpus}}}}}]",
     ]
-    command: list[str | Path] = [sys.executable, ROOT / "run_train.py", "--config-file", file]
-    command += [part for override in overrides for part in ("--override", override)]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    options = [f"--override={override}" for override in overrides]
+    ran = nanotron(tmp_path, ROOT / "run_train.py", "--config-file", file, *options)
     assert ran.returncode == 0, ran.stderr
     run_dir = tmp_path / check(file).checkpoints.checkpoints_path
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

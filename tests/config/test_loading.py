@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from nanotron.config import (
 )
 from nanotron.config.document import dump, parse
 from nanotron.errors import ConfigError
+from tests.commands import nanotron
 from tests.config.test_mistakes import RIGHT
 
 
@@ -192,7 +191,7 @@ assert get_config_from_file("out.yaml") == config
 
 def test_a_config_script_of_the_existing_nanotron_writes_its_yaml(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    ran = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ran = nanotron(tmp_path, "script.py")
     assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", "8p19K\n")
     assert check(tmp_path / "out.yaml", nproc=8)
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nanotron.config import get_config_from_file
+from tests.commands import nanotron
 from tests.convert.models import save_hugging_face
-
-
-def nanotron(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nanotron.cli", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Megatron's .bin/.idx and flat arrays, read like Nanosets, and `nanotron inspect` of all of them."""
 
-import subprocess
-import sys
 from contextlib import suppress
 
 import numpy as np
@@ -12,6 +10,7 @@ from nanotron.data.order.windows import TokenWindows
 from nanotron.data.sources.token_files import open_token_files
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe, vocab_size
 from nanotron.errors import ConfigError
+from tests.commands import nanotron
 from tests.data.fixtures import make_config, random_documents, write_megatron, write_nanoset
 from tests.data.test_feed import make_feed, stage
 
@@ -200,9 +199,8 @@ def test_the_command_tells_data_sets_from_other_folders(tmp_path):
     write_megatron(tmp_path / "text", [[document] for document in random_documents(20)])
     assert is_dataset(str(tmp_path))
     assert not is_dataset(str(tmp_path / "absent"))
-    command = [sys.executable, "-m", "nanotron.cli", "inspect"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = nanotron(tmp_path, "inspect", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "documents   20" in done.stdout
-    done = subprocess.run([*command, str(tmp_path / "absent")], capture_output=True, text=True, check=False)
+    done = nanotron(tmp_path, "inspect", tmp_path / "absent")
     assert done.returncode == 2

@@ -24,6 +24,7 @@ from nanotron.data.tokenize.progress import TokenizeProgress
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
 from nanotron.data.tokenize.workers import Job, tokenize
 from nanotron.errors import ConfigError
+from tests.commands import nanotron
 
 TEXTS = [f"Document {number}: " + "the quick brown fox, naïve café 你好 " * (number % 7 + 1) for number in range(300)]
 
@@ -280,21 +281,17 @@ def test_a_tokenizer_without_an_end_token_needs_a_decision(tmp_path, tokenizer):
         tokenize(Job([source], str(tmp_path / "out2"), tokenizer=str(bare), eos="<end>"))
 
 
-def run(*command, folder):
-    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True, check=False)
-
-
 def test_the_command_tokenizes_in_parallel_and_says_the_totals(tmp_path):
     source = write_input(tmp_path / "in", "jsonl")
-    command = ["-m", "nanotron.cli", "tokenize", source, "--output", "out", "--train-bpe", 400, "--workers", 2]
-    done = run(*command, folder=tmp_path)
+    command = ["tokenize", source, "--output", "out", "--train-bpe", 400, "--workers", 2]
+    done = nanotron(tmp_path, *command)
     training, *progress = done.stderr.splitlines()
     assert training == "out: training a BPE of 400 tokens on the input"
     assert all(PROGRESS.fullmatch(line) for line in progress)  # none unless it takes a second
     assert done.stdout.startswith("out: 300 documents, ")
     assert len(done.stdout.splitlines()) == 1
     assert decoded(str(tmp_path / "out")) == TEXTS
-    assert "1 of them from before" in run(*command, folder=tmp_path).stdout
+    assert "1 of them from before" in nanotron(tmp_path, *command).stdout
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(tmp_path, tokenizer, monkeypatch, capsys):
@@ -367,13 +364,13 @@ def test_files_without_anything_and_texts_without_a_token_are_named_too(tmp_path
 
 def test_the_command_says_what_it_left_out(tmp_path):
     source = write_input(tmp_path / "in", "jsonl", [*TEXTS, ""])
-    done = run("-m", "nanotron.cli", "tokenize", source, "-o", "out", "--train-bpe", 400, folder=tmp_path)
+    done = nanotron(tmp_path, "tokenize", source, "-o", "out", "--train-bpe", 400)
     assert done.stdout.splitlines()[1].startswith(f"out: left out 1 empty document, the first: {source}: line 301 (by")
 
 
 def test_the_command_says_when_the_trained_bpe_is_smaller_than_asked_for(tmp_path):
     (tmp_path / "short.txt").write_text("too little text")
-    done = run("-m", "nanotron.cli", "tokenize", "short.txt", "--output", "out", "--train-bpe", 512, folder=tmp_path)
+    done = nanotron(tmp_path, "tokenize", "short.txt", "--output", "out", "--train-bpe", 512)
     size = load_tokenizer(str(tmp_path / "out")).get_vocab_size()
     assert size < 512
     assert done.stdout.endswith(f"; the texts are too few for a BPE of 512 tokens, it has {size}\n"), done.stderr
@@ -387,7 +384,7 @@ def test_the_command_answers_mistakes_with_one_line(tmp_path):
         (["absent/", "--output", "o", "--train-bpe", 400], "'absent/': no such file or folder\n"),
         (["*.jsonl", "--output", "o", "--train-bpe", 400], "no file matches '*.jsonl'\n"),
     ]:
-        done = run("-m", "nanotron.cli", "tokenize", *arguments, folder=tmp_path)
+        done = nanotron(tmp_path, "tokenize", *arguments)
         assert (done.returncode, done.stderr) == (2, line)
 
 
@@ -396,8 +393,8 @@ def test_the_known_script_and_its_flags_still_work(tmp_path, tokenizer):
     saved = write_input(tmp_path / "hf", "hf")
     script = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
     common = ["--tokenizer-name-or-path", tokenizer, "--eos-token", END_OF_TEXT, "--n-tasks", 2, "--output-folder"]
-    done = run(script, *common, "a", "jsonl", "--dataset", "in", "--glob-pattern", "*.jsonl", folder=tmp_path)
+    done = nanotron(tmp_path, script, *common, "a", "jsonl", "--dataset", "in", "--glob-pattern", "*.jsonl")
     assert done.returncode == 0, done.stderr
-    done = run(script, *common, "b", "hf", "--dataset", saved, "--column", "text", "--split", "train", folder=tmp_path)
+    done = nanotron(tmp_path, script, *common, "b", "hf", "--dataset", saved, "--column", "text", "--split", "train")
     assert done.returncode == 0, done.stderr
     assert decoded(str(tmp_path / "a")) == decoded(str(tmp_path / "b")) == TEXTS

@@ -1,8 +1,6 @@
 """From a command line to text: one process or many, as torchrun's users know it, and as transformers would say it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from nanotron.convert.exporting import export_hf
 from nanotron.errors import ConfigError
 from nanotron.generate.command import DEFAULT_PROMPTS, Request, generate, parser, run_generate
 from nanotron.generate.source import open_source
+from tests.commands import nanotron
 from tests.generate.tiny import PROMPTS, write_run
 
 REPOSITORY = Path(__file__).parents[2]
@@ -80,8 +79,7 @@ def test_nanotron_generate_starts_a_rank_for_each_part_and_prints_the_same(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--prompt", "import os", "--prompt=for", "--max-new-tokens", "6"]
-    command = [sys.executable, "-m", "nanotron.cli", "generate", str(run), *options, "--tp", "2", "--pp", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = nanotron(run, "generate", str(run), *options, "--tp", "2", "--pp", "2")
     assert done.returncode == 0, done.stderr
     assert generate(Request(str(run), ("import os", "for"), max_new_tokens=6)) == 0
     assert done.stdout == capsys.readouterr().out
@@ -89,11 +87,8 @@ def test_nanotron_generate_starts_a_rank_for_each_part_and_prints_the_same(
 
 def test_torchrun_starts_the_layout_that_was_trained(run: Path) -> None:
     """The run was trained with tp 2."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "run_generate.py"]
     options = ["--ckpt-path", str(run), "--prompt", "import os", "--max-new-tokens", "3", "--json"]
-    done = subprocess.run(
-        [*torchrun, *options], cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = nanotron(REPOSITORY, "torchrun", "--standalone", "--nproc_per_node=2", "run_generate.py", *options)
     assert done.returncode == 0, done.stderr
     assert [line["prompt"] for line in json_lines(done.stdout)] == ["import os"]
 

@@ -16,6 +16,7 @@ import pytest
 
 from nanotron.checkpoint.resume import newest_complete
 from nanotron.launch import codes
+from tests.commands import LONGEST_S, Command, nanotron
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -47,33 +48,28 @@ def driver(folder: Path, before: str = "", after: str = "") -> str:
     return str(path)
 
 
-def call(folder: Path, *command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | (environment or {}),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def torchrun(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks, each a program of its own: seconds of imports that only a test of torchrun's own ways should take."""
+    options = ("--config-file", "tiny.yaml", "--override=parallelism.pp=1", *arguments)
+    return nanotron(folder, "torchrun", "--standalone", "--nproc_per_node=2", script, *options)
 
 
-def torchrun(folder: Path, num_ranks: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    return call(folder, *launcher, script, "--config-file", "tiny.yaml", *arguments)
+def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`nanotron train` with four ranks."""
+    return nanotron(folder, "train", "tiny.yaml", *arguments)
 
 
-def train_command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "nanotron.cli", "train", "tiny.yaml", *arguments]
+def train_alone(folder: Path, script: str = str(ROOT / "run_train.py")) -> subprocess.CompletedProcess[str]:
+    """`python run_train.py`, or another script, as one rank."""
+    return nanotron(folder, script, "--config-file", "tiny.yaml", *ONE_RANK)
 
 
 def losses(folder: Path) -> list[float]:
     return [json.loads(line)["lm_loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
 
 
-def test_four_ranks_under_torchrun_log_once_and_take_their_groups_down(folder: Path) -> None:
-    done = torchrun(folder, 4, str(ROOT / "run_train.py"))
+def test_ranks_under_torchrun_log_once_and_take_their_groups_down(folder: Path) -> None:
+    done = torchrun(folder, str(ROOT / "run_train.py"))
     assert done.returncode == codes.DONE, done.stderr
     steps = re.findall(r"iteration: (\d+) / 3 ", done.stdout)
     assert steps == ["1", "2", "3"], "one line per step, whatever the number of ranks"
@@ -82,7 +78,7 @@ def test_four_ranks_under_torchrun_log_once_and_take_their_groups_down(folder: P
         path.name for path in (folder / "run").iterdir()
     }
     environment = json.loads((folder / "run/environment.json").read_text())
-    assert environment["layout"] == {"pp": 2, "dp": 1, "cp": 1, "tp": 2}
+    assert environment["layout"] == {"pp": 1, "dp": 1, "cp": 1, "tp": 2}
 
 
 def test_one_process_has_no_process_group_imports_little_and_its_losses_are_those_of_four(folder: Path) -> None:
@@ -94,26 +90,27 @@ assert not [name for name in heavy if name in sys.modules]
 """
     (folder / "four").mkdir()
     (folder / "four/tiny.yaml").write_text(CONFIG)
-    one = call(folder, sys.executable, driver(folder, after=after), "--config-file", "tiny.yaml", *ONE_RANK)
+    command = [sys.executable, driver(folder, after=after), "--config-file", "tiny.yaml", *ONE_RANK]
+    one = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert one.returncode == codes.DONE, one.stderr
-    four = call(folder / "four", *train_command())
+    four = train(folder / "four")
     assert four.returncode == codes.DONE, four.stderr
     assert losses(folder) == pytest.approx(losses(folder / "four"), rel=1e-5)
 
 
-def test_a_mistake_is_printed_once_by_four_ranks_before_any_of_them_imports_torch(folder: Path) -> None:
+def test_a_mistake_is_printed_once_by_all_ranks_before_any_of_them_imports_torch(folder: Path) -> None:
     patient = "from nanotron.launch import run\nrun.ALONE_WAIT_S = 60"  # for ranks that start late on a busy machine
     script = driver(folder, patient, after="assert 'torch' not in sys.modules")
-    done = torchrun(folder, 4, script, "--override=parallelism.dp=3")
+    done = torchrun(folder, script, "--override=parallelism.dp=3")
     lines = [line for line in done.stderr.splitlines() if "parallelism" in line]
     assert len(lines) == 1, done.stderr
-    assert "dp=3 · tp=2 · pp=2 makes 12 ranks, but 4 are launched" in lines[0]
+    assert "dp=3 · tp=2 · pp=1 makes 6 ranks, but 2 are launched" in lines[0]
     worker_codes = re.findall(r"exitcode *: (-?\d+)", done.stderr)
     assert {"2"} <= set(worker_codes) <= {"2", "-15"}  # torchrun ends a rank that has hardly begun when rank 0 is done
 
 
 def test_a_run_directory_that_cannot_be_written_is_told_once_and_ends_all_ranks(folder: Path) -> None:
-    done = call(folder, *train_command("--override=general.run_dir=tiny.yaml/run"))
+    done = train(folder, "--override=general.run_dir=tiny.yaml/run")
     assert done.returncode == codes.USER_MISTAKE, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if "INFO" not in line]
     assert "tiny.yaml/run (Not a directory)" in line
@@ -121,10 +118,11 @@ def test_a_run_directory_that_cannot_be_written_is_told_once_and_ends_all_ranks(
 
 
 def test_a_run_with_nothing_left_to_train_leaves_its_description_as_it_was(folder: Path) -> None:
-    command = (sys.executable, str(ROOT / "run_train.py"), "--config-file", "tiny.yaml", *ONE_RANK)
-    assert call(folder, *command).returncode == codes.DONE
+    assert train_alone(folder).returncode == codes.DONE
     before = {name: (folder / "run" / name).read_text() for name in ("config.yaml", "environment.json")}
-    done = call(folder, *command, "--override=tokens.train_steps=2")
+    config = CONFIG.replace("train_steps: 3", "train_steps: 2")
+    (folder / "tiny.yaml").write_text(config)
+    done = train_alone(folder)
     assert done.returncode == codes.DONE, done.stderr
     assert "nothing left to train: step 3 of tokens.train_steps=2" in done.stdout + done.stderr
     assert {name: (folder / "run" / name).read_text() for name in before} == before
@@ -134,25 +132,25 @@ def test_a_failure_that_cannot_be_recorded_is_still_told(folder: Path) -> None:
     spoil = "import shutil, nanotron.training.step\ndef step(*_, **__):\n    shutil.rmtree('run'); open('run', 'w')\n"
     spoil += "    raise ValueError('what really went wrong')\nnanotron.training.step.Training.step = step"
     script = driver(folder, spoil)
-    done = call(folder, sys.executable, script, "--config-file", "tiny.yaml", *ONE_RANK)
+    done = train_alone(folder, script)
     assert done.returncode == codes.OUR_BUG
     assert done.stderr.splitlines()[-1].startswith("failed first: rank 0")
     assert done.stderr.splitlines()[-1].endswith("ValueError: what really went wrong")
 
 
 def test_a_missing_config_is_the_users_mistake(folder: Path) -> None:
-    done = call(folder, sys.executable, str(ROOT / "run_train.py"), "--config-file", "no.yaml")
+    done = nanotron(folder, ROOT / "run_train.py", "--config-file", "no.yaml")
     assert done.returncode == codes.USER_MISTAKE
     assert "no.yaml" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-FAIL_ON_RANK_TWO = """
+FAIL_ON_RANK_ONE = """
 import nanotron.training.step
 good = nanotron.training.step.Training.step
 def step(self, update, *arguments, **options):
-    if update == 2 and os.environ["RANK"] == "2":
-        raise ValueError("rank two is broken")
+    if update == 2 and os.environ["RANK"] == "1":
+        raise ValueError("rank one is broken")
     return good(self, update, *arguments, **options)
 nanotron.training.step.Training.step = step
 """
@@ -162,7 +160,7 @@ def test_code_of_the_users_that_exits_ends_the_run_as_a_mistake_told_once(folder
     (folder / "own.py").write_text("def f():\n    yield list(range(64)) * 9\n    exit(0)\n")
     config = CONFIG.replace("{dataset: null}", '{dataset: {python: "own.py:f"}, num_loading_workers: 1}')
     (folder / "tiny.yaml").write_text(config)
-    done = call(folder, *train_command("--override=parallelism.pp=1", "--override=tokens.train_steps=50"))
+    done = train(folder, "--override=parallelism.pp=1", "--override=tokens.train_steps=50")
     assert done.returncode == codes.USER_MISTAKE, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(
@@ -171,19 +169,18 @@ def test_code_of_the_users_that_exits_ends_the_run_as_a_mistake_told_once(folder
 
 
 def test_every_rank_names_the_one_that_failed_first(folder: Path) -> None:
-    done = torchrun(folder, 4, driver(folder, before=FAIL_ON_RANK_TWO))
+    done = torchrun(folder, driver(folder, before=FAIL_ON_RANK_ONE))
     named = [line for line in done.stderr.splitlines() if line.startswith("failed first: ")]
     assert named
-    assert all(re.match(r"failed first: rank 2 on .*step 2.*ValueError: rank two is broken$", line) for line in named)
-    assert done.stderr.count("ValueError: rank two is broken\n") - len(named) == 1, "one traceback"
-    record = json.loads((folder / "run/failures/rank-2.json").read_text())
-    assert (record["rank"], record["kind"], record["where"]["step"]) == (2, "own", 2)
-    others = [json.loads((folder / f"run/failures/rank-{rank}.json").read_text()) for rank in (0, 1, 3)]
-    assert {other["kind"] for other in others} == {"peer"}
+    assert all(re.match(r"failed first: rank 1 on .*step 2.*ValueError: rank one is broken$", line) for line in named)
+    assert done.stderr.count("ValueError: rank one is broken\n") - len(named) == 1, "one traceback"
+    record = json.loads((folder / "run/failures/rank-1.json").read_text())
+    assert (record["rank"], record["kind"], record["where"]["step"]) == (1, "own", 2)
+    assert json.loads((folder / "run/failures/rank-0.json").read_text())["kind"] == "peer"
 
 
-def wait_for_steps(folder: Path, process: subprocess.Popen[str]) -> None:
-    metrics, deadline = folder / "run/metrics.jsonl", time.monotonic() + 60
+def wait_for_steps(folder: Path, process: Command) -> None:
+    metrics, deadline = folder / "run/metrics.jsonl", time.monotonic() + LONGEST_S
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no step was made in time"
@@ -194,9 +191,8 @@ def children(process: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def start_long_run(folder: Path) -> subprocess.Popen[str]:
-    command = train_command("--override=tokens.train_steps=1000000")
-    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_long_run(folder: Path) -> Command:
+    process = Command(folder, "train", "tiny.yaml", "--override=tokens.train_steps=1000000")
     wait_for_steps(folder, process)
     return process
 
@@ -205,14 +201,14 @@ def start_long_run(folder: Path) -> subprocess.Popen[str]:
 def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(folder: Path, number: signal.Signals) -> None:
     process = start_long_run(folder)
     process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == codes.PREEMPTED, errors
     assert errors.splitlines()[-1] == "stopped after a complete checkpoint; the same command goes on from it"
     saved = newest_complete(str(folder / "run"))
     assert saved is not None
     stopped = len(losses(folder))
     assert int(Path(saved).name) == stopped
-    again = call(folder, *train_command(f"--override=tokens.train_steps={stopped + 1}"))
+    again = train(folder, f"--override=tokens.train_steps={stopped + 1}")
     assert again.returncode == codes.DONE, again.stderr
     assert len(losses(folder)) == stopped + 1
 
@@ -220,19 +216,19 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_from_there(folder: Path, n
 def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended(folder: Path) -> None:
     first = start_long_run(folder)
     wait_for_steps(folder, first)
-    second = call(folder, *train_command())
+    second = train(folder)
     assert second.returncode == codes.USER_MISTAKE, second.stderr
     assert second.stderr.count("another run is at work in run (process ") == 1, "said once for all ranks"
     for rank in children(first.pid):
         os.kill(rank, signal.SIGKILL)
-    first.wait(60)
-    assert call(folder, *train_command()).returncode == codes.DONE, "a killed run leaves nothing behind"
+    first.wait()
+    assert train(folder).returncode == codes.DONE, "a killed run leaves nothing behind"
 
 
 def test_a_killed_rank_is_named_in_the_last_line(folder: Path) -> None:
     process = start_long_run(folder)
     os.kill(children(process.pid)[1], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate()
     assert process.returncode == codes.OUR_BUG
     assert errors.splitlines()[-1].endswith(": ended by SIGKILL")
     assert errors.splitlines()[-1].startswith("failed first: rank 1 on ")
@@ -242,9 +238,9 @@ def test_the_ranks_end_when_their_parent_is_killed(folder: Path) -> None:
     process = start_long_run(folder)
     ranks = children(process.pid)
     assert len(ranks) == 4
-    process.kill()
+    process.send_signal(signal.SIGKILL)
     process.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LONGEST_S
     while any(Path(f"/proc/{rank}/stat").exists() for rank in ranks):
         assert time.monotonic() < deadline, "a rank outlived its parent"
         time.sleep(0.1)
@@ -255,17 +251,13 @@ def test_a_mistake_that_one_rank_alone_finds_is_printed_once_and_ends_all(folder
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     script = driver(folder, before="from nanotron.launch import run\nrun.ALONE_WAIT_S = 0")
-    command = [sys.executable, script, "--config-file", "tiny.yaml", "--override=parallelism.pp=1"]
+    command = [script, "--config-file", "tiny.yaml", "--override=parallelism.pp=1"]
     ranks = []
     for rank, others in (("0", []), ("1", ["--override=tokens.sequence_length=0"])):
         environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         environment |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-        ranks.append(
-            subprocess.Popen(
-                [*command, *others], cwd=folder, env=os.environ | environment, stderr=subprocess.PIPE, text=True
-            )
-        )
-    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        ranks.append(Command(folder, *command, *others, environment=environment))
+    errors = [rank.communicate()[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [codes.USER_MISTAKE] * 2, errors
     assert re.match(r"rank 1: .*tokens.sequence_length", errors[0])
     assert errors[1] == ""
