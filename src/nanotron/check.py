@@ -12,10 +12,10 @@ from importlib.util import find_spec
 
 from nanotron.checkpoint.resume import find_resume, newest_complete
 from nanotron.config import Config, DatasetStageArgs, ExistingCheckpointInit
-from nanotron.config.document import Problem, dump, parse
+from nanotron.config.document import Problem, dump, parse, show
 from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, walk
-from nanotron.config.load import Reading, notices, read_file, refuse
-from nanotron.config.messages import nearest, show
+from nanotron.config.load import Reading, read_file
+from nanotron.config.messages import nearest
 from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
 from nanotron.data.document_ends import mask_problems
 from nanotron.data.probe import (
@@ -66,13 +66,12 @@ def examine(
     """
     reading = read_file(config_file, overrides)
     if reading.config is not None:
-        refuse(reading)
         _ask(reading, reading.config, [*RULES, _fits(nproc)])
         _ask(reading, reading.config, [*PROBES, *FILE_PROBES, *_data_can_be_read(reading.config)] if files else PROBES)
     config = reading.value()
     if config.model.model_config.vocab_size is None:
         fill(config.model.model_config, "vocab_size", model_vocab_size(config))
-    advice = sorted([*notices(reading), *_cautions(reading, config, files=files)], key=lambda problem: problem.place)
+    advice = sorted([*reading.notices, *_cautions(reading, config, files=files)], key=lambda problem: problem.place)
     return Checked(config, reading, [problem.line(reading.name) for problem in advice])
 
 

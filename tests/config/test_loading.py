@@ -18,6 +18,7 @@ from nanotron.config import (
     Qwen2Config,
     Qwen3Config,
     SGDOptimizerArgs,
+    SpectralMupInit,
     get_config_from_dict,
     get_config_from_file,
 )
@@ -122,10 +123,12 @@ def test_old_shapes_load(tmp_path: Path) -> None:
         "optimizer:", "optimizer:\n  adam_beta2: 0.99\n  adam_eps: 1e-6\n  torch_adam_is_fused: true", 1
     )
     text += "data_stages:\n- name: a\n  start_training_step: 1\n  data: {dataset: {dataset_folder: {x: 3, y: 1}}}\n"
+    text += "  validation: {dataset_folder: {z: 2}}\n"
     config = load(tmp_path, text + "logging:\nmetrics_logging: null\n")
     factory, dataset = config.optimizer.optimizer_factory, config.data_stages[0].data.dataset
     assert (factory.adam_beta2, factory.adam_eps) == (0.99, 1e-6)  # type: ignore[union-attr]
     assert (dataset.dataset_folder, dataset.dataset_weights) == (["x", "y"], [3.0, 1.0])  # type: ignore[union-attr]
+    assert config.data_stages[0].validation.dataset_weights == [2.0]  # type: ignore[union-attr]
     assert config.logging.log_level == "info"
 
 
@@ -213,6 +216,35 @@ def test_a_full_file_of_the_existing_nanotron_is_accepted_with_a_notice_for_ever
         "model.model_config.pretraining_tp",
         "general.ignore_sanity_checks",
     ]
+
+
+def test_a_key_without_effect_is_named_wherever_it_is_written_and_gone_from_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stage = "{name: a, start_training_step: 1, data: {dataset: {corpus: stdlib, shuffle_files: true}}}"
+    Path("x.yaml").write_text(RIGHT + f"data_stages: [{stage}]\n")
+    checked = examine("x.yaml", ["model.init_method={use_mup: false, std: 0.1}", "general={step: 7}"])
+    said = [line for line in checked.notices if "no effect" in line]
+    assert [line.split(": no effect")[0] for line in said] == [
+        "x.yaml:18: data_stages[0].data.dataset.shuffle_files",
+        "--override general={step: 7}: general.step",
+    ]
+    assert not {"use_mup", "step", "shuffle_files"} & set(dump(checked.config.to_dict()).replace(":", " ").split())
+
+
+def test_a_script_may_pass_keys_without_effect_and_is_stopped_by_refused_ones() -> None:
+    model = LlamaConfig(  # type: ignore[call-arg]
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, use_cache=False, moe_config=None, no_rope_layer=None
+    )
+    assert not hasattr(model, "use_cache")
+    assert ParallelismArgs(2, context_parallel_size=1).dp == 2  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="context_parallel_size: 2 is refused: sequences are not cut over ranks"):
+        ParallelismArgs(context_parallel_size=2)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="SpectralMupInit is refused: spectral muP's initial weights"):
+        SpectralMupInit(use_mup=True)
+    with pytest.raises(ConfigError, match="config:1: lighteval: a mapping is refused: evaluations are not started"):
+        get_config_from_dict({**parse(RIGHT).values, "lighteval": {"batch_size": 8}})
 
 
 def test_a_config_from_plain_values_names_its_mistakes_too() -> None:

@@ -4,6 +4,7 @@ Imports neither torch nor anything that runs a model.
 """
 
 from nanotron.config.checkpoints import CheckpointsArgs, S3UploadArgs
+from nanotron.config.compat.retired import SpectralMupInit
 from nanotron.config.config import Config
 from nanotron.config.data import (
     CustomDatasetArgs,
@@ -33,7 +34,6 @@ from nanotron.config.model import (
     Qwen3Config,
     RandomInit,
     RopeScalingArgs,
-    SpectralMupInit,
 )
 from nanotron.config.training import (
     AdamWOptimizerArgs,

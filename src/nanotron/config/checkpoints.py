@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from nanotron.config.compat.retired import CHECKPOINTS, S3_UPLOAD, retires
 from nanotron.config.keys import Derived, Float, Int, derived, key, required, section
 
 
 @section
+@retires(CHECKPOINTS)
 class CheckpointsArgs:
     """Saving and resuming."""
 
@@ -22,11 +24,6 @@ class CheckpointsArgs:
         True, "On the first start, from such a path, also restore the step and the data position."
     )
     load_optimizer: bool = key(True, "On the first start, from such a path, also restore the optimizer's state.")
-    checkpoints_path_is_shared_file_system: bool = key(
-        False,
-        "Whether every node sees the same checkpoints_path.",
-        notice="whether it does is found out when the run starts, and it has to",
-    )
     keep_last_n: Int | None = key(None, "Newest checkpoints to keep; null keeps all.", gt=0)
     keep_every: Int | None = key(None, "Steps whose multiples are kept whatever keep_last_n says.", gt=0)
     interval_minutes: Float | None = key(
@@ -37,11 +34,9 @@ class CheckpointsArgs:
 
 
 @section
+@retires(S3_UPLOAD)
 class S3UploadArgs:
     """Copies of the checkpoints, uploaded behind training."""
 
     upload_s3_path: str = required("URL of the folder that they go to.", example="s3://bucket/run", min_length=1)
     remove_after_upload: bool = required("Keep them only there; checkpoints_path then stays empty.", example=True)
-    s5cmd_numworkers: Int | None = key(None, "Workers of s5cmd.", notice="s5cmd is not used")
-    s5cmd_concurrency: Int | None = key(None, "Parts per file of s5cmd.", notice="s5cmd is not used")
-    s5cmd_path: str | None = key(None, "Program file of s5cmd.", notice="s5cmd is not used")

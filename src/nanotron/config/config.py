@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from nanotron.config.checkpoints import CheckpointsArgs, S3UploadArgs
+from nanotron.config.compat.retired import TOP_LEVEL, retires
 from nanotron.config.data import DatasetStageArgs, default_stages
 from nanotron.config.document import dump
 from nanotron.config.general import (
@@ -36,6 +37,7 @@ from nanotron.config.training import OptimizerArgs, TokensArgs
 
 
 @section
+@retires(TOP_LEVEL)
 class Config:
     """What a run is."""
 
@@ -54,12 +56,6 @@ class Config:
     profiler: ProfilerArgs | None = key(None, "A trace of some steps; null is none.")
     s3_upload: S3UploadArgs | None = key(
         None, "Copies of the checkpoints elsewhere; checkpoints.checkpoints_path may also be a URL itself."
-    )
-    lighteval: dict[str, Any] | None = key(
-        None,
-        "Evaluation jobs on a Slurm cluster.",
-        refused="evaluations are not started from a training run; export a checkpoint and evaluate that",
-        allowed=(None,),
     )
 
     def __post_init__(self) -> None:
@@ -126,9 +122,8 @@ def _default(info: FieldInfo) -> Any:
 
 
 def _counts(section: Any, name: str, info: FieldInfo) -> bool:
-    """Tell whether a key matters: not when it is null, without effect or without a choice, and at its default."""
-    value, status = getattr(section, name), status_of(info)
-    return bool(value != info.default or not (value is None or status.notice or status.refused))
+    """Tell whether a key matters: not when it is null, and null is its default."""
+    return getattr(section, name) is not None or info.default is not None
 
 
 def _was_chosen(section: Any, name: str, info: FieldInfo) -> bool:

@@ -6,12 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
+from nanotron.config.compat.retired import DATASET, retires
 from nanotron.config.keys import Float, Int, Reads, Section, key, required, section
 
 DEFAULT_STAGE_NAME = "Training"
-
-
-_CACHE = "tokens are kept in data/hf/, keyed by the data set's files, the tokenizer and these keys; delete to redo"
 
 
 def _as_list(value: Any) -> Any:
@@ -48,6 +46,7 @@ Folders = Annotated[StringList, Reads(lambda value: value, lambda _: _WEIGHTS)]
 
 
 @section
+@retires(DATASET)
 class EmbeddedCorpusArgs:
     """Text that every machine has: the Python standard library's sources, with a byte-level BPE trained on them."""
 
@@ -58,6 +57,7 @@ class EmbeddedCorpusArgs:
 
 
 @section
+@retires(DATASET)
 class NanosetDatasetsArgs:
     """Folders of tokenized documents (datatrove's .ds files)."""
 
@@ -67,31 +67,18 @@ class NanosetDatasetsArgs:
     dataset_weights: list[Float] | None = key(
         None, "Share of samples from each folder; any positive numbers.", derived="each folder's share of the tokens"
     )
-    dataset_read_path: StringList | None = key(
-        None,
-        "Where to copy the folders' files before reading.",
-        notice="files are read where they are",
-    )
     tokenizer_name: str | None = key(None, "Tokenizer of the folders.", derived="what the folders' .metadata files say")
     vocab_size: Int | None = key(None, "Size of the tokenizer's vocabulary.", derived="from the tokenizer", gt=0)
     token_size_in_bytes: Int | None = key(
         None, "Bytes per token in the files: 2 or 4.", derived="what the folders' .metadata files say"
     )
-    return_positions: bool = key(
-        True, "Restart positions at documents.", notice="positions restart at documents wherever boundaries are known"
-    )
-    skip_in_stream: bool = key(False, "How to skip on resume.", notice="any sample is reached at once")
-    pad_samples_to_global_batch_size: bool = key(
-        False, "Pad an epoch to whole batches.", notice="batches run on across epochs; nothing is padded"
-    )
     dataset_max_tokens: Numbers | None = key(
         None, "Tokens to use of each folder: a number for all, or a list of one for each; null is all."
     )
-    shuffle_files: bool = key(False, "Shuffle whole files.", notice="windows are shuffled one by one, over all files")
-    use_old_brrr_dataloader: bool = key(False, "Choose another reader.", notice="there is one reader")
 
 
 @section
+@retires(DATASET)
 class PretrainDatasetsArgs:
     """Texts of Hugging Face data sets, tokenized when the run starts."""
 
@@ -102,7 +89,6 @@ class PretrainDatasetsArgs:
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
     dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
-    dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.", notice=_CACHE)
     text_column_name: str = key("text", "Column that holds the text.")
     dataset_weights: list[Float] | None = key(
         None,
@@ -113,6 +99,7 @@ class PretrainDatasetsArgs:
 
 
 @section
+@retires(DATASET)
 class SFTDatasetsArgs:
     """Prompts and completions of a Hugging Face data set; the loss is on completions only."""
 
@@ -123,7 +110,6 @@ class SFTDatasetsArgs:
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
     dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
-    dataset_overwrite_cache: bool = key(False, "Tokenize again although a cached result exists.", notice=_CACHE)
     sft_dataloader: bool = key(True, "Marks the kind of data set.", marker=True)
     debug_max_samples: Int | None = key(None, "Use only this many samples.", gt=0)
     dataset_weights: list[Float] | None = key(
@@ -134,6 +120,7 @@ class SFTDatasetsArgs:
 
 
 @section
+@retires(DATASET)
 class CustomDatasetArgs:
     """Data that Python functions of yours return (examples/custom_data.py shows both kinds)."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from nanotron.config.keys import Path, dotted
+from nanotron.config.keys import Path, dotted, is_section
 
 _PLAIN_SCALARS = [
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -97,6 +97,19 @@ def dump(values: Any) -> str:
     """Write plain values as YAML that `parse` reads back to equal values."""
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
+
+
+def show(value: Any) -> str:
+    """Write a value as it would stand in YAML, shortened; lists and mappings by their kind."""
+    if isinstance(value, dict) or is_section(value):
+        return "a mapping"
+    if isinstance(value, list):
+        is_long = len(value) > 8 or any(isinstance(item, dict | list) or is_section(item) for item in value)
+        return "a list" if is_long else f"[{', '.join(show(item) for item in value)}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value).replace("\n", "\\n")
+    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def parse(text: str) -> Document:

@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from nanotron.config.compat.retired import GENERAL, PARALLELISM, PROFILER, TOKENIZER, retires
 from nanotron.config.keys import Derived, Float, Int, Lower, Reads, Upper, derived, fill, key, required, section
 
 LogLevel = Lower[Literal["debug", "info", "warning", "error", "critical"]]
 
 
 @section
+@retires(GENERAL)
 class GeneralArgs:
     """The run: its name, folder, seed and how it uses its machine."""
 
@@ -21,24 +23,6 @@ class GeneralArgs:
         "Name of the run; `%date` becomes the start time (YYYYmmdd_HHMMSS) and `%jobid` the Slurm job id or `local`.",
     )
     seed: Int = key(42, "Seed of the initial weights; the order of the data has its own (`data.seed`).", ge=0)
-    step: Int | None = key(
-        None, "Step at which the file was saved.", notice="a checkpoint keeps its step in its own state.json"
-    )
-    consumed_train_samples: Int | None = key(
-        None,
-        "Samples that had been read when the file was saved.",
-        notice="a checkpoint keeps its data position in its own state.json",
-    )
-    benchmark_csv_path: str | None = key(
-        None,
-        "CSV file of the benchmark mode.",
-        notice="there is no benchmark mode; the run directory's metrics.jsonl holds every step's numbers",
-    )
-    ignore_sanity_checks: bool = key(
-        True,
-        "false asks for equality checks across ranks at every step.",
-        notice="replicas are equal by construction and tested to be; there are no checks at run time to switch",
-    )
     run_dir: str | None = key(
         None,
         "Folder of the run's metrics, logs and resolved config.",
@@ -62,6 +46,7 @@ ScheduleName = Annotated[str, Reads(_schedule_name, lambda legal: legal)]
 
 
 @section
+@retires(PARALLELISM)
 class ParallelismArgs:
     """The layout: how many ranks share what. It changes speed and memory and nothing else."""
 
@@ -83,18 +68,6 @@ class ParallelismArgs:
     )
     tp_recompute_allgather: bool = key(
         True, "Under REDUCE_SCATTER, gather a linear layer's input again in the backward pass instead of keeping it."
-    )
-    expert_parallel_size: Int = key(
-        1, "Ranks that share the experts.", refused="there are no expert layers; leave it at 1", allowed=(1,)
-    )
-    context_parallel_size: Int = key(
-        1,
-        "Ranks that share a sequence.",
-        refused="sequences are not cut over ranks; use tp with tp_mode: REDUCE_SCATTER to save activation memory",
-        allowed=(1,),
-    )
-    moe_layer_recompute: bool = key(
-        False, "Recompute expert layers.", notice="there are no expert layers; recompute_layer covers every layer"
     )
     pp_layers: list[Int] | None = key(
         None,
@@ -120,6 +93,7 @@ class ParallelismArgs:
 
 
 @section
+@retires(TOKENIZER)
 class TokenizerArgs:
     """The tokenizer of the data."""
 
@@ -127,12 +101,6 @@ class TokenizerArgs:
         None,
         "Hugging Face name, folder, or tokenizer.json file.",
         derived="the tokenizer that the data set's own metadata names",
-    )
-    tokenizer_revision: str | None = key(
-        None, "Revision of a Hugging Face name.", notice="only the name is used; put the revision you want in a folder"
-    )
-    tokenizer_max_length: Int | None = key(
-        None, "Longest text.", notice="texts are cut into windows of tokens.sequence_length, however long they are"
     )
 
 
@@ -173,6 +141,7 @@ class PipelineTraceArgs:
 
 
 @section
+@retires(PROFILER)
 class ProfilerArgs:
     """Traces of some steps: by torch's profiler on rank 0, and of the pipeline's schedule on all its ranks."""
 
@@ -187,9 +156,6 @@ class ProfilerArgs:
     record_shapes: bool = key(False, "Record the shapes of operators' inputs.")
     profile_memory: bool = key(False, "Record allocations.")
     with_stack: bool = key(True, "Record source lines.")
-    export_chrome_trace: bool = key(
-        False, "Write a Chrome trace.", notice="the trace is always written in Chrome's format"
-    )
 
     pipeline_trace: PipelineTraceArgs | None = key(None, "Record when each pipeline action runs; null is never.")
 

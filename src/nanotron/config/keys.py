@@ -30,15 +30,12 @@ def section(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class Status:
-    """What happens to a key: `honoured`, accepted with a `notice`, or `refused` unless its value is in `allowed`.
+    """What there is to know of a key beside its type.
 
-    `derived` says in words how a key that was left out is filled in. A `marker` tells what a section is, so that it is
+    `derived` says in words how it is filled in when it was left out. A `marker` tells what a section is, so that it is
     written even at its default.
     """
 
-    notice: str = ""
-    refused: str = ""
-    allowed: tuple[Any, ...] = ()
     derived: str = ""
     marker: bool = False
 
@@ -47,29 +44,25 @@ def key(
     default: Any,
     description: str,
     *,
-    notice: str = "",
-    refused: str = "",
-    allowed: tuple[Any, ...] = (),
     derived: str = "",
     marker: bool = False,
     factory: Callable[[], Any] | None = None,
     **constraints: Any,
 ) -> Any:
     """Declare a key with a default. `constraints` are pydantic's (`gt`, `ge`, `le`, …)."""
-    status = Status(notice, refused, allowed, derived, marker)
-    extra: dict[str, Any] = {"status": status}
+    extra: dict[str, Any] = {"status": Status(derived, marker)}
     if factory is not None:
         return Field(default_factory=factory, description=description, json_schema_extra=extra, **constraints)
     return Field(default=default, description=description, json_schema_extra=extra, **constraints)
 
 
-def required(description: str, *, example: Any, refused: str = "", **constraints: Any) -> Any:
+def required(description: str, *, example: Any, **constraints: Any) -> Any:
     """Declare a key that has to be written. `example` is shown when it is missing."""
     return Field(
         default=...,
         description=description,
         examples=[example],
-        json_schema_extra=cast(Any, {"status": Status(refused=refused)}),
+        json_schema_extra=cast(Any, {"status": Status()}),
         **constraints,
     )
 
@@ -93,7 +86,7 @@ def was_filled(section: Any, name: str) -> bool:
 
 
 def status_of(info: FieldInfo) -> Status:
-    """Return what happens to this key."""
+    """Return what there is to know of a key."""
     extra = info.json_schema_extra
     return extra["status"] if isinstance(extra, dict) else Status()  # type: ignore[return-value]
 
@@ -114,6 +107,14 @@ def section_classes(annotation: Any) -> list[type[Any]]:
     if is_section(annotation):
         return [annotation]
     return [cls for part in get_args(annotation) for cls in section_classes(part)]
+
+
+def sections_in(cls: type[Any]) -> Iterator[type[Any]]:
+    """Yield a section and all sections inside it; one that is in two places twice."""
+    yield cls
+    for info in fields_of(cls).values():
+        for inside in section_classes(info.annotation):
+            yield from sections_in(inside)
 
 
 Path = tuple[str | int, ...]

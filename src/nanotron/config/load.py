@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from nanotron.config.compatibility import modernise
+from nanotron.config.compat.translate import translate
 from nanotron.config.config import Config
 from nanotron.config.document import Document, Problem, parse
-from nanotron.config.keys import Path, overlap, status_of, walk
-from nanotron.config.messages import Mistake, explain, meant, mistakes, show
+from nanotron.config.keys import Path, overlap
+from nanotron.config.messages import Mistake, explain, meant, mistakes
 from nanotron.config.override import apply_override
 from nanotron.errors import ConfigError
 
@@ -34,6 +34,8 @@ class Reading:
     document: Document
     config: Config | None
     broken: set[Path]
+    notices: list[Problem] = field(default_factory=list)
+    """A line for every key in it that is taken without effect."""
 
     def is_sound(self, path: Path) -> bool:
         """Tell whether a key can be reasoned about: neither it nor anything around or inside it is at fault."""
@@ -85,8 +87,9 @@ def read_file(config_path: str | os.PathLike[str], overrides: Sequence[str] = ()
 
 def read_document(name: str, document: Document) -> Reading:
     """Validate a document as far as it goes: report what is wrong, put it aside, and look at the rest again."""
-    modernise(document)
-    reading = Reading(name, document, None, {problem.path for problem in document.problems if problem.path})
+    notices = translate(document)
+    broken = {problem.path for problem in document.problems if problem.path}
+    reading = Reading(name, document, None, broken, notices)
     values = copy.deepcopy(document.values)
     for _ in range(_ROUNDS):
         try:
@@ -96,27 +99,6 @@ def read_document(name: str, document: Document) -> Reading:
         else:
             break
     return reading
-
-
-def notices(reading: Reading) -> list[Problem]:
-    """Return a line for every key in the file that is accepted but has no effect here."""
-    assert reading.config is not None
-    found = []
-    for path, value, info in walk(reading.config):
-        notice = status_of(info).notice
-        if notice and value is not None and path in reading.document.places:
-            found.append(Problem(path, f"no effect: {notice}", reading.document.place_of(path)))
-    return found
-
-
-def refuse(reading: Reading) -> None:
-    """Report every key whose value stands for something that is not available. Files that have it load all the same."""
-    assert reading.config is not None
-    for path, value, info in walk(reading.config):
-        status = status_of(info)
-        if status.refused and value not in status.allowed and reading.is_sound(path):
-            reading.report(path, f"{show(value)} is refused: {status.refused}")
-            reading.broken.add(path)
 
 
 def _collect(reading: Reading, values: dict[str, Any], found: list[Mistake]) -> None:

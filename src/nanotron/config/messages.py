@@ -10,8 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from nanotron.config.compat.retired import retired_of
 from nanotron.config.config import Config
-from nanotron.config.keys import Path, dotted, fields_of, is_section, section_classes
+from nanotron.config.document import show
+from nanotron.config.keys import Path, dotted, fields_of, section_classes
 from nanotron.config.model import FAMILIES
 
 UNKNOWN = "unexpected_keyword_argument"
@@ -89,19 +91,6 @@ def explain(mistake: Mistake, value: Any) -> str:
     return mistake.context.get("text") or f"{show(value)} is not a number"
 
 
-def show(value: Any) -> str:
-    """Write a value as it would stand in YAML, shortened; lists and mappings by their kind."""
-    if isinstance(value, dict) or is_section(value):
-        return "a mapping"
-    if isinstance(value, list):
-        is_long = len(value) > 8 or any(isinstance(item, dict | list) or is_section(item) for item in value)
-        return "a list" if is_long else f"[{', '.join(show(item) for item in value)}]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    text = str(value).replace("\n", "\\n")
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant."""
     by_lower = {candidate.lower(): candidate for candidate in names}
@@ -137,8 +126,8 @@ def _unknown_key(mistake: Mistake, value: Any) -> str:
 
 
 def all_keys(cls: type[Any] = Config, path: Path = ()) -> list[Path]:
-    """Return the path of every key of every section class; items of lists are left out of the path."""
-    paths: list[Path] = []
+    """Return the path of every key that every section class takes; items of lists are left out of the path."""
+    paths: list[Path] = [(*path, name) for name in retired_of(cls)]
     for name, info in fields_of(cls).items():
         paths.append((*path, name))
         for inside in section_classes(info.annotation):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 from pydantic import Discriminator, Tag
 from pydantic_core import PydanticCustomError
 
+from nanotron.config.compat.retired import INIT_METHOD, MODEL, MODEL_CONFIG, retires
 from nanotron.config.keys import (
     Derived,
     Float,
@@ -23,8 +24,6 @@ from nanotron.config.keys import (
     required,
     section,
 )
-
-_NO_KERNELS = "which kernel runs is decided by what the device offers; results are the same"
 
 
 @section
@@ -47,6 +46,7 @@ def _unset_when_negative(value: Any) -> Any:
 
 
 @section
+@retires(MODEL_CONFIG)
 class ModelConfig:
     """The shape of a decoder-only transformer: what the families have in common."""
 
@@ -73,61 +73,15 @@ class ModelConfig:
         False, "Rotate neighbouring pairs of a head's channels instead of its two halves (as in Llama's own code)."
     )
     rope_scaling: RopeScalingArgs | None = key(None, "Stretch of the rotary frequencies; null is none.")
-    rope_seq_len_interpolation_factor: Float | None = key(
-        None,
-        "Position interpolation.",
-        refused="use rope_scaling: {rope_type: linear, factor: …}, which is the same",
-        allowed=(None,),
-    )
     tie_word_embeddings: bool = key(False, "Use the embedding matrix as output head.")
     z_loss_enabled: bool = key(False, "Add the z-loss: z_loss_coefficient · (log of the softmax's sum)².")
     z_loss_coefficient: Float = key(1e-4, "Weight of the z-loss.", ge=0)
     bos_token_id: Int | None = key(1, "Token that begins a text; written into an exported model.", ge=0)
     eos_token_id: Int | None = key(2, "Token that ends a text; written into an exported model.", ge=0)
     pad_token_id: Int | None = key(None, "Token that fills up; written into an exported model.", ge=0)
-    initializer_range: Float = key(
-        0.02, "Standard deviation of the initial weights.", notice="model.init_method.std is the one that counts"
-    )
-    pretraining_tp: Int = key(1, "Layout of an earlier training.", notice="nothing depends on it")
-    use_cache: bool = key(True, "Keep keys and values while generating.", notice="training keeps no cache")
-    _attn_implementation: Lower[
-        Literal["sdpa", "flash_attention_2", "flex_attention", "ring_flash_triton", "ring", "llama3_ring_attention"]
-    ] = key(
-        "sdpa",
-        "Attention backend.",
-        refused="attention runs through torch's scaled_dot_product_attention, which picks flash attention where it can;"
-        " use sdpa",
-        allowed=("sdpa", "flash_attention_2"),
-    )
     _use_doc_masking: bool = key(False, "Keep attention, and the loss, inside each document of a window.")
-    _fused_rotary_emb: bool = key(True, "Use flash attention's rotary kernel.", notice=_NO_KERNELS)
-    _fused_rms_norm: bool = key(True, "Use flash attention's norm kernel.", notice=_NO_KERNELS)
-    _use_qkv_packed: bool = key(True, "Pack q, k and v into one tensor.", notice=_NO_KERNELS)
-    log_attn_probs: bool = key(True, "Log attention probabilities.", notice="attention probabilities are not kept")
-    flex_attention_mask: str | None = key(
-        None,
-        "Mask of flex attention.",
-        refused="use _use_doc_masking: true for document masks; sliding windows are not available",
-        allowed=(None,),
-    )
     sliding_window_size: Int | None = key(
         None, "Tokens that a token can look back; legal when no sequence is longer, where it has no effect.", gt=0
-    )
-    no_rope_layer: Int | None = key(
-        None, "Every n-th layer has no rotary positions.", refused="every layer has rotary positions", allowed=(None,)
-    )
-    ring_attn_heads_k_stride: Int | None = key(
-        None, "Option of ring attention.", refused="sequences are not cut over ranks", allowed=(None,)
-    )
-    is_starcoder2_config: bool = key(
-        False,
-        "Marks another family.",
-        refused="the Starcoder2 family is not available; use is_llama_config, is_mistral_config, is_qwen2_config or"
-        " is_qwen3_config",
-        allowed=(False,),
-    )
-    moe_config: dict[str, Any] | None = key(
-        None, "Mixture of experts.", refused="there are no expert layers; use a dense model", allowed=(None,)
     )
 
     def __post_init__(self) -> None:
@@ -240,6 +194,7 @@ else:
 
 
 @section
+@retires(INIT_METHOD)
 class RandomInit:
     """Random initial weights, keyed by parameter name: the same on every layout."""
 
@@ -252,20 +207,7 @@ class RandomInit:
 
 
 @section
-class SpectralMupInit:
-    """Spectral muP initial weights."""
-
-    use_mup: bool = key(
-        True,
-        "Use spectral muP.",
-        marker=True,
-        refused="spectral muP's initial weights and learning rates per layer are not available; use"
-        " init_method: {std: 0.02}",
-        allowed=(),
-    )
-
-
-@section
+@retires(INIT_METHOD)
 class ExistingCheckpointInit:
     """Weights of an existing checkpoint; the optimizer starts afresh."""
 
@@ -278,16 +220,12 @@ class ExistingCheckpointInit:
 
 def _init_kind(value: Any) -> str:
     if isinstance(value, dict):
-        return (
-            "SpectralMupInit" if "use_mup" in value else "ExistingCheckpointInit" if "path" in value else "RandomInit"
-        )
+        return "ExistingCheckpointInit" if "path" in value else "RandomInit"
     return type(value).__name__
 
 
 AnyInit = Annotated[
-    Annotated[RandomInit, Tag("RandomInit")]
-    | Annotated[SpectralMupInit, Tag("SpectralMupInit")]
-    | Annotated[ExistingCheckpointInit, Tag("ExistingCheckpointInit")],
+    Annotated[RandomInit, Tag("RandomInit")] | Annotated[ExistingCheckpointInit, Tag("ExistingCheckpointInit")],
     Discriminator(_init_kind),
 ]
 
@@ -308,6 +246,7 @@ DtypeName = Annotated[
 
 
 @section
+@retires(MODEL)
 class ModelArgs:
     """The model and how it begins."""
 
@@ -317,12 +256,6 @@ class ModelArgs:
     init_method: Section[AnyInit] = key(None, "The initial weights.", factory=RandomInit)
     dtype: DtypeName = key(
         "bfloat16", "Number format of weights and activations; bf16, fp32 and fp64 are short for them."
-    )
-    make_vocab_size_divisible_by: Int = key(
-        1,
-        "Pad the vocabulary to a multiple of this.",
-        notice="the vocabulary is never padded: its shards may be uneven",
-        gt=0,
     )
     ddp_bucket_cap_mb: Int = key(
         25,

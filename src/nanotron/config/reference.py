@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from nanotron.config.compat.retired import Retired, retired_of
 from nanotron.config.config import Config
-from nanotron.config.keys import Status, fields_of, is_section, section_classes, status_of
-from nanotron.config.messages import show
+from nanotron.config.document import show
+from nanotron.config.keys import fields_of, is_section, section_classes, status_of
 from nanotron.config.model import FAMILIES, ModelConfig
 
 REFERENCE_INTRODUCTION = """\
@@ -18,13 +19,16 @@ REFERENCE_INTRODUCTION = """\
 
 Every key of a config file, from the one definition in `src/nanotron/config/`; this page is written by
 `python tools/write_reference.py`. `nanotron check X.yaml` names every mistake in a file at once, and prints it with
-all keys filled in. Keys without a default have to be written. `nanotron check` says what happens to keys that have no
-effect here; [compatibility.md](compatibility.md) lists them all.
+all keys filled in. Keys without a default have to be written. Keys of Hugging Face's Nanotron that are not here have no
+effect, as `nanotron check` says, or are refused; [compatibility.md](compatibility.md) lists them all.
 
 Any key can be changed on the command line: `--override tokens.train_steps=20`, `--override data_stages[0].data.seed=7`.
 Numbers are written as people write them: `3e-4` is a number, `10.0` is an integer where one belongs. Names of choices
 are accepted in any case.
 """
+
+
+TOP = "(top level)"
 
 
 def reference() -> str:
@@ -38,26 +42,24 @@ def reference() -> str:
 
 def status_table() -> str:
     """Return the table of docs/compatibility.md: what happens to every key."""
-    refused_sections = [name for name, info in fields_of(Config).items() if status_of(info).refused]
-    rows = ["| key | here | why, or instead |", "|---|---|---|"]
+    live: dict[str, list[str]] = {}
+    retired: dict[str, list[str]] = {}
     for title, cls in _sections():
-        for name, info in _own_fields(cls).items():
-            if title == "(top level)" and section_classes(info.annotation) and not status_of(info).refused:
-                continue
-            status = status_of(info)
-            if title in refused_sections:
-                status = Status(refused="see the section")
-            verdict = "no effect" if status.notice else "refused" if status.refused else "honoured"
-            if status.refused and status.allowed not in ((), (None,)):
-                verdict = f"refused, unless {' or '.join(f'`{show(value)}`' for value in status.allowed)}"
-            path = name if title == "(top level)" else f"{title.split(' (')[0]}.{name}"
-            rows.append(f"| `{path}` | {verdict} | {_cell(status.notice or status.refused)} |")
-    return "\n".join(dict.fromkeys(rows)) + "\n"
+        prefix = "" if title == TOP else f"{title.split(' (')[0]}."
+        names = [
+            name for name, info in _own_fields(cls).items() if title != TOP or not section_classes(info.annotation)
+        ]
+        live.setdefault(prefix, []).extend(f"| `{prefix}{name}` | honoured |  |" for name in names)
+        retired.setdefault(prefix, []).extend(
+            f"| `{prefix}{name}` | {key.verdict} | {_cell(key.reason)} |" for name, key in _own_retired(cls).items()
+        )
+    rows = [row for prefix in live for row in (*live[prefix], *retired[prefix])]
+    return "\n".join(["| key | here | why, or instead |", "|---|---|---|", *dict.fromkeys(rows)]) + "\n"
 
 
 def _sections() -> Iterator[tuple[str, type[Any]]]:
     """Yield (title, class) of every section in order of reading; the families share one."""
-    yield "(top level)", Config
+    yield TOP, Config
     yield from _inside(Config, "")
 
 
@@ -81,14 +83,13 @@ def _own_fields(cls: type[Any]) -> dict[str, FieldInfo]:
     return {name: info for name, info in fields_of(cls).items() if name not in shared}
 
 
+def _own_retired(cls: type[Any]) -> Mapping[str, Retired]:
+    """Return the keys that a class takes without effect; those of all families are the shared class's."""
+    return {} if cls in FAMILIES.values() else retired_of(cls)
+
+
 def _row(name: str, info: FieldInfo) -> str:
-    status = status_of(info)
-    meaning = info.description or ""
-    if status.notice:
-        meaning += f" *No effect: {status.notice}.*"
-    if status.refused:
-        meaning += f" *Refused: {status.refused}.*"
-    return f"| `{name}` | {_cell(type_name(info))} | {_cell(_default(info))} | {_cell(meaning)} |"
+    return f"| `{name}` | {_cell(type_name(info))} | {_cell(_default(info))} | {_cell(info.description or '')} |"
 
 
 def _default(info: FieldInfo) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from nanotron.config.compat.retired import retired_of
 from nanotron.config.config import Config
-from nanotron.config.keys import Status, in_any_case
+from nanotron.config.keys import Status, in_any_case, sections_in
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _NUMBER = {"pattern": r"^[-+.0-9_eE\s]+$"}
@@ -33,6 +34,9 @@ def json_schema(schedules: Sequence[str]) -> dict[str, Any]:
         in_any_case(schedules),
         {"type": "string", "pattern": r"\.csv$|\.py:\w+$"},
     ]
+    for cls in sections_in(Config):
+        properties = (schema if cls is Config else schema["$defs"][cls.__name__])["properties"]
+        properties |= {name: retired.json_schema for name, retired in retired_of(cls).items()}
     adam = schema["$defs"]["AdamWOptimizerArgs"]["properties"]
     schema["$defs"]["OptimizerArgs"]["properties"] |= {name: {**key, "deprecated": True} for name, key in adam.items()}
     return {"$schema": DIALECT, "title": "nanotron config", **{k: v for k, v in schema.items() if k != "title"}}
@@ -56,12 +60,6 @@ def _for_editors(node: Any) -> Any:
         plain["anyOf"] = [
             leaf for part in plain["anyOf"] for leaf in (part["anyOf"] if [*part] == ["anyOf"] else [part])
         ]
-    return plain if status is None else plain | _words(plain.get("description", ""), Status(**status))
-
-
-def _words(description: str, status: Status) -> dict[str, Any]:
-    if status.notice:
-        return {"deprecated": True, "description": f"{description} No effect: {status.notice}."}
-    if status.refused:
-        return {"description": f"{description} Refused: {status.refused}."}
-    return {"description": f"{description} Left out: {status.derived}."} if status.derived else {}
+    if status is not None and Status(**status).derived:
+        plain["description"] += f" Left out: {Status(**status).derived}."
+    return plain

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Tag
 from pydantic_core import PydanticKnownError
 
+from nanotron.config.compat.retired import OPTIMIZER, TOKENS, retires
 from nanotron.config.keys import (
     Derived,
     Float,
@@ -24,6 +25,7 @@ from nanotron.config.keys import (
 
 
 @section
+@retires(TOKENS)
 class TokensArgs:
     """How many tokens make a step, and how many steps make the run."""
 
@@ -35,7 +37,6 @@ class TokensArgs:
     train_steps: Int = key(1000, "Steps of the whole run.", gt=0)
     val_check_interval: Int = key(-1, "Steps from one validation to the next; -1 is never.", ge=-1)
     limit_val_batches: Int = key(0, "Batches of a validation; 0 is the whole validation set.", ge=0)
-    limit_test_batches: Int = key(0, "Batches of a test.", notice="there is no test run", ge=0)
 
 
 def _optimizer_name(canonical: str) -> Reads:
@@ -48,19 +49,18 @@ def _optimizer_name(canonical: str) -> Reads:
 
 
 @section
+@retires(OPTIMIZER)
 class AdamWOptimizerArgs:
     """AdamW."""
 
     adam_eps: Float = key(1e-8, "Added to the root of the second moment.", gt=0)
     adam_beta1: Float = key(0.9, "Decay of the first moment, per step.", ge=0, lt=1)
     adam_beta2: Float = key(0.95, "Decay of the second moment, per step.", ge=0, lt=1)
-    torch_adam_is_fused: bool = key(
-        True, "Update in one kernel.", notice="the update always runs in one kernel per flat buffer"
-    )
     name: Annotated[Literal["adamW"], _optimizer_name("adamW")] = key("adamW", "Marks the optimizer.", marker=True)
 
 
 @section
+@retires(OPTIMIZER)
 class SGDOptimizerArgs:
     """Stochastic gradient descent without momentum."""
 
@@ -106,6 +106,7 @@ class LRSchedulerArgs:
 
 
 @section
+@retires(OPTIMIZER)
 class OptimizerArgs:
     """The update of the weights."""
 

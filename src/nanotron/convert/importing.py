@@ -17,8 +17,7 @@ from nanotron.checkpoint.read import DTYPES, Tensors
 from nanotron.checkpoint.storage import Folder, open_folder
 from nanotron.config import Config, GeneralArgs, LRSchedulerArgs, ModelArgs, OptimizerArgs, TokensArgs
 from nanotron.config.document import dump
-from nanotron.config.keys import dotted, status_of, walk
-from nanotron.config.messages import show
+from nanotron.config.keys import dotted
 from nanotron.config.model import AnyModelConfig
 from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.schema import CONFIG, MAPPING, read_json
@@ -31,6 +30,8 @@ from nanotron.models.hf_config import model_config_from_hf
 from nanotron.parallel.params import Box, ParamSpec
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
     from nanotron.config.model import ModelConfig
 
 logger = get_logger(__name__)
@@ -133,18 +134,15 @@ def parse_model_config(values: dict[str, Any], where: str) -> ModelConfig:
     try:
         config: ModelConfig = TypeAdapter(AnyModelConfig).validate_python(values)
     except ValidationError as error:
-        lines = (
-            f"{where}: {'.'.join(str(part) for part in item['loc'][1:])}: {item['msg']}" for item in error.errors()
-        )
-        raise ConfigError(list(lines)) from error
-    refused = [
-        f"{where}: {dotted(path)}: {show(value)} is refused: {status_of(info).refused}"
-        for path, value, info in walk(config)
-        if status_of(info).refused and value not in status_of(info).allowed
-    ]
-    if refused:
-        raise ConfigError(refused)
+        raise ConfigError([f"{where}: {_words(item)}" for item in error.errors()]) from error
     return config
+
+
+def _words(error: ErrorDetails) -> str:
+    """One of pydantic's errors: the key, and what is wrong with it."""
+    context = error.get("ctx", {})
+    path = (*error["loc"][1:], *([context["key"]] if "key" in context else []))
+    return f"{dotted(path)}: {context.get('text', error['msg'])}"
 
 
 def starter_config(model: ModelConfig, name: str, dtype: str) -> Config:
@@ -161,5 +159,5 @@ def starter_config(model: ModelConfig, name: str, dtype: str) -> Config:
 
 def _known_keys(values: dict[str, Any]) -> dict[str, Any]:
     """An existing Nanotron's model_config.json without what was switched off or only chose kernels there."""
-    kernels = {"_attn_implementation", "_fused_rotary_emb", "_fused_rms_norm", "_use_qkv_packed", "log_attn_probs"}
+    kernels = {"_attn_implementation", "ring_attn_heads_k_stride"}
     return {name: value for name, value in values.items() if value is not None and name not in kernels}

@@ -16,10 +16,12 @@ def modernise(document: Document) -> None:
         _gather_adam_keys(document, optimizer)
     stages = document.values.get("data_stages")
     for index, stage in enumerate(stages if isinstance(stages, list) else []):
-        data = stage.get("data") if isinstance(stage, dict) else None
-        dataset = data.get("dataset") if isinstance(data, dict) else None
-        if isinstance(dataset, dict):
-            _split_weights(document, dataset, ("data_stages", index, "data", "dataset"))
+        for keys in (("data", "dataset"), ("validation",)):
+            dataset = stage
+            for key in keys:
+                dataset = dataset.get(key) if isinstance(dataset, dict) else None
+            if isinstance(dataset, dict):
+                _split_weights(document, dataset, ("data_stages", index, *keys))
 
 
 def _gather_adam_keys(document: Document, optimizer: dict[Any, Any]) -> None:
