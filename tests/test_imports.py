@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "checkpoint": {"parallel"},
     "data": {"config", "parallel"},
     "metrics": {"config", "parallel", "models.families"},
-    "convert": {"config", "parallel", "models", "checkpoint"},
+    "convert": {"config", "parallel", "models", "checkpoint", "data"},
     "training.topology": {"config", "parallel", "models", "pipeline"},
     "check": {"config", "parallel", "models", "pipeline", "data", "checkpoint", "training.topology"},
     "training": {"*", "launch"},

@@ -24,6 +24,7 @@ from nanotron.data.probe import (
     datasets_of,
     empty_documents,
     model_vocab_size,
+    unended_texts,
     vocabulary_problems,
 )
 from nanotron.errors import ConfigError
@@ -85,7 +86,8 @@ def _ask(reading: Reading, config: Config, rules: Sequence[Rule]) -> None:
 
 def _cautions(reading: Reading, config: Config, *, files: bool) -> list[Problem]:
     found = [finding for rule in CAUTIONS for finding in rule.ask(config)]
-    found += [(dotted(line.path), line.text) for line in empty_documents(config)] if files else []
+    about_data = [*empty_documents(config), *unended_texts(config)] if files else []
+    found += [(dotted(line.path), line.text) for line in about_data]
     for name, line in DEFAULTS_THAT_DIFFER.items():
         if path_of(name) not in reading.document.places and (text := line(config)):
             found.append((name, text))

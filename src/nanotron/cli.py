@@ -21,6 +21,12 @@ Overrides = Annotated[
 NumProcesses = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Ranks that will be launched.", show_default="dp · tp · pp")
 ]
+ReadSpecialTokens = Annotated[
+    bool,
+    typer.Option(
+        "--read-special-tokens", help="Text that spells a special token becomes that token; else it stays text."
+    ),
+]
 
 
 @app.callback()
@@ -261,6 +267,11 @@ def tokenize(
         str | None, typer.Option(help="Token appended to every document.", show_default="the tokenizer's own")
     ] = None,
     no_eos: Annotated[bool, typer.Option("--no-eos", help="Append nothing.")] = False,
+    bos: Annotated[
+        str | None, typer.Option(help="Token that begins every document.", show_default="the tokenizer's own, if any")
+    ] = None,
+    no_bos: Annotated[bool, typer.Option("--no-bos", help="Begin with nothing.")] = False,
+    read_special_tokens: ReadSpecialTokens = False,
     column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
     split: Annotated[str, typer.Option(help="Split of a Hugging Face data set.")] = "train",
     config_name: Annotated[
@@ -284,6 +295,7 @@ def tokenize(
     hub = HubDataset(config_name, split, streaming)
     run_tokenize(
         inputs or [], output, tokenizer=tokenizer, train_bpe=train_bpe, eos=eos, append_eos=not no_eos,
+        bos=bos, prepend_bos=not no_bos, read_special_tokens=read_special_tokens,
         column=column, hub=hub, workers=workers,
     )  # fmt: skip
 
@@ -309,14 +321,16 @@ def generate(
     pp: Annotated[int, typer.Option("--pp", min=1, help="Stages that share the layers.")] = 1,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that go through the model together.")] = 16,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")] = False,
+    read_special_tokens: ReadSpecialTokens = False,
 ) -> None:
     """Write the text that a model goes on with; it may have been trained on any layout."""
     from nanotron.generate.command import Request
     from nanotron.generate.command import generate as run
 
     request = Request(
-        checkpoint, tuple(prompt), batch_file, max_new_tokens, temperature, top_k, top_p, seed, tp, pp, batch_size, json
-    )
+        checkpoint, tuple(prompt), batch_file, max_new_tokens, temperature, top_k, top_p, seed, tp, pp, batch_size,
+        json, read_special_tokens,
+    )  # fmt: skip
     raise typer.Exit(run(request))
 
 

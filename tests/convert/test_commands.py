@@ -37,7 +37,8 @@ def test_an_export_says_what_it_is_and_that_it_has_no_tokenizer(folder: Path) ->
     assert done.returncode == 0, done.stderr
     assert done.stdout == "back: a Hugging Face model, made from ours\n"
     assert done.stderr.startswith("no tokenizer was found in")
-    assert sorted(path.name for path in (folder / "back").iterdir()) == ["config.json", "model.safetensors"]
+    names = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in (folder / "back").iterdir()) == names
 
 
 def test_inspect_shows_the_import_and_refuses_what_is_none(folder: Path) -> None:

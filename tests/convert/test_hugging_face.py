@@ -24,6 +24,7 @@ from nanotron.convert.exporting import export_hf
 from nanotron.convert.importing import import_weights, parse_model_config, read_model_config
 from nanotron.convert.sources import load_weights, open_weights
 from nanotron.errors import ConfigError
+from nanotron.generate.source import open_source
 from nanotron.models.hf_config import hf_config, model_config_from_hf
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box
@@ -275,6 +276,7 @@ def test_the_tokens_that_begin_and_end_a_text_are_the_tokenizers_where_it_names_
 
     save_hugging_face("llama", tmp_path / "hf")
     Tokenizer(models.WordLevel({"</s>": 0, "b": 1, "c": 2, "<s>": 3})).save(str(tmp_path / "hf" / "tokenizer.json"))
+    (tmp_path / "hf" / "generation_config.json").unlink()  # it says the same as config.json
     found = []
     for name, named in [("end", {"eos_token": "</s>"}), ("both", {"bos_token": {"content": "<s>"}, "eos_token": "b"})]:
         (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps(named))
@@ -282,6 +284,37 @@ def test_the_tokens_that_begin_and_end_a_text_are_the_tokenizers_where_it_names_
         config = json.loads((tmp_path / name / "config.json").read_text())
         found.append((config["bos_token_id"], config["eos_token_id"]))
     assert found == [(1, 0), (3, 1)], "the model's own are 1 and 2"
+
+
+@pytest.mark.parametrize("of_model", [[2, 5], [2], 2, None])
+@pytest.mark.parametrize("drawing", [{"eos_token_id": [5, 3], "top_k": 7}, None])
+def test_every_token_that_ends_a_text_goes_in_and_out_with_or_without_a_tokenizer(
+    tmp_path: Path, of_model, drawing
+) -> None:
+    from tokenizers import Tokenizer, models
+
+    save_hugging_face("llama", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "eos_token_id": of_model}))
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    if drawing:
+        (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(drawing))
+    import_weights(str(tmp_path / "hf"), str(tmp_path / "ours"))
+    assert read_model_config(str(tmp_path / "ours")).eos_token_id == of_model
+    export_hf(str(tmp_path / "ours"), str(tmp_path / "bare"))
+    assert json.loads((tmp_path / "bare" / "config.json").read_text())["eos_token_id"] == of_model
+    words = {word: number for number, word in enumerate("abcdefgh")}
+    Tokenizer(models.WordLevel(words)).save(str(tmp_path / "ours" / "tokenizer.json"))
+    Tokenizer(models.WordLevel(words)).save(str(tmp_path / "ours" / "0" / "tokenizer.json"))
+    export_hf(str(tmp_path / "ours"), str(tmp_path / "back"))
+    listed = of_model if isinstance(of_model, list) else [] if of_model is None else [of_model]
+    ends = ([5, 3, 2] if 5 in listed else [5, 3]) if drawing else listed
+    written = json.loads((tmp_path / "back" / "config.json").read_text())["eos_token_id"]
+    assert (written if isinstance(written, list) else [] if written is None else [written]) == ends
+    assert list(open_source(str(tmp_path / "ours")).ends) == ends
+    if drawing:
+        theirs = json.loads((tmp_path / "back" / "generation_config.json").read_text())
+        assert theirs == {"eos_token_id": ends, "top_k": 7}
 
 
 def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:

@@ -51,3 +51,14 @@ def write_megatron(prefix, documents, *, dtype="<u2", code=8):
         file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(firsts)))
         file.write(np.array(lengths, "<i4").tobytes() + np.array(offsets, "<i8").tobytes())
         file.write(np.array(firsts, "<i8").tobytes())
+
+
+def write_hub_cache(home, name, files):
+    """Lay a repository's files out in a Hugging Face home (HF_HOME) as if they had been downloaded."""
+    repository = home / "hub" / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    for file, text in files.items():
+        (snapshot / file).write_text(text)

@@ -163,9 +163,12 @@ def test_chat_messages_are_learned_where_the_assistant_speaks(tokenizer):
     assert spoken.startswith(f"it says{END_OF_TEXT}because{END_OF_TEXT}")
 
 
-def test_the_template_renders_as_transformers_does(tokenizer):
+@pytest.mark.parametrize("beside", [None, CHATML.replace("message.content", "message.content | upper")])
+def test_the_template_renders_as_transformers_does(tokenizer, beside):
     from transformers import AutoTokenizer
 
+    if beside:  # it counts, whatever tokenizer_config.json says
+        Path(tokenizer, "chat_template.jinja").write_text(beside)
     theirs = AutoTokenizer.from_pretrained(os.path.abspath(tokenizer))
     conversation = [{"role": "user", "content": "a <b> & 'c'"}, {"role": "assistant", "content": "naïve"}]
     for prompt in (False, True):

@@ -41,7 +41,7 @@ def test_batches_of_any_size_give_the_same_texts(run: Path, capsys: pytest.Captu
 
 
 def test_a_request_is_the_same_when_it_has_been_a_command_line() -> None:
-    request = Request("ckpt", ("-x", "b\nc"), "file", 3, 0.5, 4, 0.9, 7, 2, 3, 5, json=True)
+    request = Request("ckpt", ("-x", "b\nc"), "file", 3, 0.5, 4, 0.9, 7, 2, 3, 5, json=True, read_special_tokens=True)
     asked = vars(parser().parse_args(request.arguments()))
     asked["path"], asked["prompts"] = asked["ckpt_path"], tuple(asked["prompt"])
     assert {name: asked[name] for name in vars(request)} == vars(request)
@@ -54,13 +54,14 @@ def test_greedy_texts_are_those_of_transformers_on_the_exported_model(
 
     run = write_run(tmp_path, rope_theta=500.0)
     source = open_source(str(run))
-    generate(Request(str(run), PROMPTS[:1], max_new_tokens=12, json=True))
-    (free,) = json_lines(capsys.readouterr().out)
-    end = free["tokens"][8]
-    first = free["tokens"].index(end)
+    generate(Request(str(run), PROMPTS[:2], max_new_tokens=12, json=True))
+    free = [line["tokens"] for line in json_lines(capsys.readouterr().out)]
+    end = free[0][8]
+    other = next(token for token in free[1][3:] if token not in free[0] and end not in free[1][: free[1].index(token)])
     settings = json.loads((run / "tokenizer_config.json").read_text())
-    settings["eos_token"] = source.tokenizer.id_to_token(end)  # now the text ends before it is full
+    settings["eos_token"] = source.tokenizer.id_to_token(end)  # now the texts end before they are full
     (run / "tokenizer_config.json").write_text(json.dumps(settings))
+    (run / "generation_config.json").write_text(json.dumps({"eos_token_id": [other, end], "max_length": 77}))
     export_hf(str(run), str(tmp_path / "hf"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -71,8 +72,9 @@ def test_greedy_texts_are_those_of_transformers_on_the_exported_model(
         with torch.no_grad():
             theirs = model.generate(**inputs, max_new_tokens=40, do_sample=False, pad_token_id=0)[0]
         theirs = theirs[inputs["input_ids"].shape[1] :].tolist()
-        assert line["tokens"] == (theirs[:-1] if theirs[-1] == end else theirs)
-    assert len(ours[0]["tokens"]) == first < 40
+        assert line["tokens"] == (theirs[:-1] if theirs[-1] in (end, other) else theirs)
+    assert [len(line["tokens"]) for line in ours[:2]] == [free[0].index(end), free[1].index(other)]
+    assert model.generation_config.max_length == 77, "the rest of generation_config.json travels too"
 
 
 def test_nanotron_generate_starts_a_rank_for_each_part_and_prints_the_same(

@@ -65,7 +65,7 @@ def test_a_row_ends_at_the_end_token_while_others_go_on(run: Path) -> None:
     prompts = [source.encode(prompt) for prompt in PROMPTS[:2]]
     free = made(decoder_of(source), prompts, 12, Sampling())
     end = next(token for token in free[0] if token not in free[1])
-    decoder = Decoder(whole_model(source), Mesh(), CPU, end)
+    decoder = Decoder(whole_model(source), Mesh(), CPU, [end, 10**6])
     stopped = made(decoder, prompts, 12, Sampling())
     assert stopped == [free[0][: free[0].index(end)], free[1]]
     steps = list(decoder.tokens(prompts[:1], 12, Sampling()))

@@ -19,7 +19,7 @@ def test_a_folder_of_steps_is_its_newest_step(run: Path) -> None:
 def test_an_exported_model_says_what_the_checkpoint_says(run: Path, tmp_path: Path) -> None:
     export_hf(str(run), str(tmp_path / "hf"))
     ours, theirs = open_source(str(run)), open_source(str(tmp_path / "hf"))
-    assert theirs.end == ours.end == ours.tokenizer.token_to_id("<|endoftext|>")
+    assert theirs.ends == ours.ends == (ours.tokenizer.token_to_id("<|endoftext|>"),)
     ids = [theirs.encode("import os")]
     assert made(decoder_of(theirs), ids, 8, Sampling()) == made(decoder_of(ours), ids, 8, Sampling())
 
@@ -28,7 +28,7 @@ def test_a_checkpoint_may_be_a_url(run: Path) -> None:
     memory = pytest.importorskip("fsspec").filesystem("memory")
     memory.put(f"{run}/", "/run-of-generate/", recursive=True)
     ours, theirs = open_source(str(run)), open_source("memory://run-of-generate")
-    assert theirs.end == ours.end
+    assert theirs.ends == ours.ends
     ids = [ours.encode("import os")]
     assert made(decoder_of(theirs), ids, 4, Sampling()) == made(decoder_of(ours), ids, 4, Sampling())
 
@@ -47,9 +47,9 @@ def test_a_tokenizer_is_looked_for_beside_the_weights_and_in_the_run_directory_f
         open_source(str(tmp_path / "steps"))
     shutil.copy(run / "tokenizer.json", tmp_path / "steps")
     source = open_source(str(tmp_path / "steps"))
-    assert source.end == source.config.model.model_config.eos_token_id, "without tokenizer_config.json, the model's"
+    assert source.ends == (source.config.model.model_config.eos_token_id,), "without tokenizer_config.json, the model's"
     (tmp_path / "steps" / "7" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"steps/7/tokenizer\.json is not a tokenizer"):
+    with pytest.raises(ConfigError, match=r"steps/7: its tokenizer.json is not a tokenizer"):
         open_source(str(tmp_path / "steps"))
 
 

@@ -83,7 +83,7 @@ def decoder_of(source: Source, mesh: Mesh | None = None) -> Decoder:
     mesh = mesh or Mesh()
     config = laid_out(source.config, tp=mesh.size("tp"), pp=mesh.size("pp"))
     store = dist.distributed_c10d._get_default_store() if mesh.world > 1 else None
-    return Decoder(load_model(source.path, config, mesh, CPU, store), mesh, CPU, end=None)
+    return Decoder(load_model(source.path, config, mesh, CPU, store), mesh, CPU, ends=())
 
 
 def rank_tokens(rank: int, world: int, path: str, tp: int, pp: int, sampling: Sampling) -> list[list[int]]:

@@ -102,6 +102,9 @@ class TokenizerArgs:
         "Hugging Face name, folder, or tokenizer.json file.",
         derived="the tokenizer that the data set's own metadata names",
     )
+    read_special_tokens: bool = key(
+        False, "Text that spells a special token (`<|endoftext|>`) becomes that token; else it stays text."
+    )
 
 
 @section

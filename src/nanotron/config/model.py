@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from nanotron.config.compat.retired import INIT_METHOD, MODEL, MODEL_CONFIG, retires
@@ -39,6 +39,13 @@ class RopeScalingArgs:
         4.0, "llama3: wavelengths below original/high_freq_factor are left as they are.", gt=0
     )
     original_max_position_embeddings: Int = key(8192, "llama3: tokens per sequence before the stretch.", gt=0)
+
+
+Token = Annotated[Int, Field(ge=0)]
+Tokens = Annotated[
+    Annotated[Token, Tag("<token>")] | Annotated[list[Token], Field(min_length=1), Tag("<tokens>")],
+    Discriminator(lambda value: "<tokens>" if isinstance(value, list) else "<token>"),
+]
 
 
 def _unset_when_negative(value: Any) -> Any:
@@ -77,7 +84,9 @@ class ModelConfig:
     z_loss_enabled: bool = key(False, "Add the z-loss: z_loss_coefficient · (log of the softmax's sum)².")
     z_loss_coefficient: Float = key(1e-4, "Weight of the z-loss.", ge=0)
     bos_token_id: Int | None = key(1, "Token that begins a text; written into an exported model.", ge=0)
-    eos_token_id: Int | None = key(2, "Token that ends a text; written into an exported model.", ge=0)
+    eos_token_id: Tokens | None = key(
+        2, "Token that ends a text, or a list of tokens that each do; written into an exported model."
+    )
     pad_token_id: Int | None = key(None, "Token that fills up; written into an exported model.", ge=0)
     _use_doc_masking: bool = key(False, "Keep attention, and the loss, inside each document of a window.")
     sliding_window_size: Int | None = key(

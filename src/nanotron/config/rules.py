@@ -184,9 +184,11 @@ def _rope_scaling_has_a_slope(config: Config) -> Findings:
 def _special_tokens_exist(config: Config) -> Findings:
     model = config.model.model_config
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        token = getattr(model, name)
-        if token is not None and model.vocab_size is not None and token >= model.vocab_size:
-            yield f"model.model_config.{name}", f"{token} is no token: vocab_size={model.vocab_size}; use less, or null"
+        value = getattr(model, name)
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and model.vocab_size is not None and token >= model.vocab_size:
+                text = f"{token} is no token: vocab_size={model.vocab_size}; use less, or null"
+                yield f"model.model_config.{name}", text
 
 
 # --- length of the run, learning rate, profiler -----------------------------------------------------------------------

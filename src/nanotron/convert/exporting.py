@@ -7,7 +7,6 @@ Face's order and written before the next.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from nanotron.convert.importing import DTYPE_NAMES, new_folder, read_model_confi
 from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.sources import OURS, half_split, kind_of
 from nanotron.convert.tokenizer import copy_tokenizer, read_tokenizer
+from nanotron.data.tokenize.tokenizer import STOPS, kept_files, read_files
 from nanotron.errors import ConfigError
 from nanotron.models.families import family_of
 from nanotron.models.hf_config import hf_config
@@ -55,25 +55,29 @@ def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_sha
         _plan(tensors, name, specs[name].shape, part, chosen, config.head_dim) for name in specs for part in parts[name]
     ]
     _write_weights(out, planned, max_shard_bytes)
-    copied = _write_tokenizer(open_folder(found.path), out)
-    out.write("config.json", [(json.dumps(theirs | _ends_of_texts(out), indent=2) + "\n").encode()])
-    if copied:
-        return []
-    return [f"no tokenizer was found in {found.path}, its parent, or its config.yaml: {target} has none"]
+    notices = _write_tokenizer(open_folder(found.path), out)
+    out.write("config.json", [_json(theirs | _ends_of_texts(out, config.eos_token_id))])
+    return [f"{notice}: {target} has none" for notice in notices]
 
 
-def _ends_of_texts(out: Folder) -> dict[str, int]:
+def _ends_of_texts(out: Folder, of_model: int | list[int] | None) -> dict[str, Any]:
     """The tokens that begin and end a text, where the tokenizer in the folder names them: they outrank the model's.
 
-    An end also goes to generation_config.json: transformers ends a text at it, as ``nanotron generate`` does.
+    The ends also go to generation_config.json: transformers ends a text at each, as ``nanotron generate`` does.
     """
     found = read_tokenizer(out)
     if found is None:
         return {}
-    if found.end is not None:
-        out.write("generation_config.json", [(json.dumps({"eos_token_id": found.end}, indent=2) + "\n").encode()])
-    named = {"bos_token_id": found.begin, "eos_token_id": found.end}
+    ends = found.stops_with(of_model)
+    named = {"bos_token_id": found.bos, "eos_token_id": list(ends) if len(ends) > 1 else next(iter(ends), None)}
+    if found.stops:
+        drawing = json.loads(read_text(out, STOPS)) if STOPS in out.names() else {}
+        out.write(STOPS, [_json(drawing | {"eos_token_id": named["eos_token_id"]})])
     return {key: token for key, token in named.items() if token is not None}
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -111,17 +115,22 @@ def _write_weights(out: Folder, planned: list[Planned], max_shard_bytes: int) ->
         write_file(out, file, group, metadata)
         weight_map |= {tensor.key: file for tensor in group}
     index = {"metadata": {"total_size": sum(tensor.size for tensor in planned)}, "weight_map": weight_map}
-    out.write("model.safetensors.index.json", [(json.dumps(index, indent=2) + "\n").encode()])
+    out.write("model.safetensors.index.json", [_json(index)])
 
 
 def _write_tokenizer(checkpoint: Folder, out: Folder) -> list[str]:
-    """Copy the tokenizer from the checkpoint, the run that holds it, or the place its config names."""
-    places = [checkpoint, open_folder(checkpoint.path.rpartition("/")[0] or ".")]
-    if "config.yaml" in checkpoint.names():
-        section: dict[str, Any] = (yaml.safe_load(read_text(checkpoint, "config.yaml")) or {}).get("tokenizer") or {}
-        named = Path(section.get("tokenizer_name_or_path") or "")
-        places.append(open_folder(named.parent if named.is_file() else named))
-    for place in places:
-        if copied := copy_tokenizer(place, out):
-            return copied
+    """Copy the tokenizer from the checkpoint, the run that holds it, or where its config names it; says what fails."""
+    run = open_folder(checkpoint.path.rpartition("/")[0] or ".")
+    if copy_tokenizer(checkpoint, out) or copy_tokenizer(run, out):
+        return []
+    config = yaml.safe_load(read_text(checkpoint, "config.yaml")) if "config.yaml" in checkpoint.names() else None
+    named = ((config or {}).get("tokenizer") or {}).get("tokenizer_name_or_path")
+    if not named:
+        return [f"no tokenizer was found in {checkpoint.path}, its parent, or its config.yaml"]
+    try:
+        kept = kept_files(read_files(named), named)
+    except ConfigError as error:
+        return [f"no tokenizer was found in {checkpoint.path} or its parent, and {error}"]
+    for name, text in kept.items():
+        out.write(name, [text.encode()])
     return []

@@ -13,8 +13,11 @@ from nanotron.config import Config, NanosetDatasetsArgs
 from nanotron.data.order.windows import TokenFile
 from nanotron.data.probe import DataProblem, datasets_of
 from nanotron.data.sources.token_files import open_token_files
-from nanotron.data.tokenize.tokenizer import end_of_document_id, tokenizer_file
+from nanotron.data.tokenize.tokenizer import open_tokenizer, tokenizer_file
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
+
+logger = get_logger(__name__)
 
 BLOCK = 2**14  # tokens that are looked at together
 MOST_BLOCKS = 64  # of one data set, evenly spread
@@ -23,11 +26,11 @@ MOST_BLOCKS = 64  # of one data set, evenly spread
 def end_token(config: Config, name: str, tokenizer: str | None) -> int | None:
     """The token that ends documents in the data set `name`, which has no index of them; None: no documents are known.
 
-    The tokenizer says it. The model's eos_token_id, which may be a mere default, is asked only where documents are
-    masked. Raises ConfigError where they are, and neither knows.
+    The tokenizer says it. The model's eos_token_id (of several the first), which may be a mere default, is asked only
+    where documents are masked. Raises ConfigError where they are, and neither knows.
     """
-    end = None if tokenizer is None else end_of_document_id(tokenizer)
     model = config.model.model_config
+    end = None if tokenizer is None else _end_of(tokenizer, name, is_needed=model._use_doc_masking)
     if end is not None or not model._use_doc_masking:
         return end
     if model.eos_token_id is None:
@@ -36,7 +39,18 @@ def end_token(config: Config, name: str, tokenizer: str | None) -> int | None:
             "which token ends one, so _use_doc_masking: true would find none; name the tokenizer, set eos_token_id, or "
             "set _use_doc_masking to false"
         )
-    return model.eos_token_id
+    return model.eos_token_id[0] if isinstance(model.eos_token_id, list) else model.eos_token_id
+
+
+def _end_of(tokenizer: str, name: str, *, is_needed: bool) -> int | None:
+    """The end token of a tokenizer; one that is not to be had matters only where it is needed."""
+    try:
+        return open_tokenizer(tokenizer).end
+    except ConfigError as error:
+        if is_needed or os.path.exists(tokenizer):
+            raise
+        logger.info(f"{name} has no index of its documents, and they are not told apart: {error}")
+        return None
 
 
 def end_token_of_files(

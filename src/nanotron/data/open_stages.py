@@ -30,14 +30,12 @@ from nanotron.data.sources.shuffled_stream import ShuffledStream
 from nanotron.data.sources.stream import DocumentStream, StreamSource
 from nanotron.data.sources.token_files import open_token_files
 from nanotron.data.tokenize.corpus import prepare_corpus
-from nanotron.data.tokenize.prepare import data_tokenizer, prepare_hub_dataset, prepare_sft_dataset
-from nanotron.data.tokenize.tokenizer import end_of_document_id, load_tokenizer
+from nanotron.data.tokenize.prepare import prepare_hub_dataset, prepare_sft_dataset, text_tokenizer
+from nanotron.data.tokenize.tokenizer import TextTokenizer
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from nanotron.config.data import AnyDataset
 
 logger = get_logger(__name__)
@@ -189,21 +187,18 @@ def _open_hub_stream(
 
 
 class TextEncoder:
-    """From a text to token ids with the end token, by the run's tokenizer, which is loaded at the first text."""
+    """From a text to a document's token ids, by the run's tokenizer, which is loaded at the first text."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
 
     @cached_property
-    def _tokenizer(self) -> tuple[Tokenizer, int | None]:
-        name = data_tokenizer(self._config)
-        return load_tokenizer(name), end_of_document_id(name)
+    def _tokenizer(self) -> TextTokenizer:
+        return text_tokenizer(self._config)
 
     def __call__(self, text: str) -> list[int]:
-        """Without an end token the tokenizer's own template is applied, as `nanotron tokenize` does."""
-        tokenizer, end = self._tokenizer
-        ids = tokenizer.encode(text, add_special_tokens=end is None).ids
-        return ids if end is None or not ids else [*ids, end]
+        """What `nanotron tokenize` writes for the text."""
+        return self._tokenizer.documents([text])[0]
 
 
 def _open_folders(

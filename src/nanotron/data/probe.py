@@ -24,7 +24,7 @@ from nanotron.data.sources.hub_names import hub_datasets
 from nanotron.data.sources.nanoset import NanosetFile, find_nanoset_files, read_metadata
 from nanotron.data.sources.token_files import find_token_files, open_token_files
 from nanotron.data.tokenize.corpus import VOCAB_SIZE
-from nanotron.data.tokenize.tokenizer import load_tokenizer, tokenizer_file, vocab_size
+from nanotron.data.tokenize.tokenizer import load_tokenizer, open_tokenizer, tokenizer_file, vocab_size
 from nanotron.errors import ConfigError
 
 
@@ -93,6 +93,23 @@ def empty_documents(config: Config) -> list[DataProblem]:
             if document := first_empty_document(_opened(folder, found.dataset)):
                 problems.append(DataProblem((*found.path, "dataset_folder", place), f"{document} {IS_EMPTY}"))
     return problems
+
+
+def unended_texts(config: Config) -> list[DataProblem]:
+    """Nothing wrong, but worth a line: texts are to be tokenized, and no file of the tokenizer names what ends one."""
+    name = tokenizer_name(config)
+    kinds = {type(found.dataset) for found in datasets_of(config)}
+    if name is None or not {PretrainDatasetsArgs, SFTDatasetsArgs} & kinds:
+        return []
+    try:
+        end = open_tokenizer(name).end
+    except ConfigError:
+        return []  # what is wrong with it is said where it is needed
+    text = (
+        f"{name} names no token that ends a text, so documents are joined without one and completions never end; put "
+        "eos_token into its tokenizer_config.json"
+    )
+    return [] if end is not None else [DataProblem(("tokenizer", "tokenizer_name_or_path"), text)]
 
 
 def _opened(folder: str, dataset: AnyDataset | None) -> Iterator[TokenFile]:

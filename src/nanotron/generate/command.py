@@ -53,6 +53,7 @@ class Request:
     batch_size: int = 16
     """Prompts that go through the model together."""
     json: bool = False
+    read_special_tokens: bool = False
 
     def check(self) -> None:
         """Raise ConfigError for numbers that mean nothing."""
@@ -84,7 +85,9 @@ class Request:
             "tp": self.tp, "pp": self.pp, "batch-size": self.batch_size,
         }  # fmt: skip
         given = [f"--{name}={value}" for name, value in values.items() if value is not None]
-        return [*given, *(f"--prompt={prompt}" for prompt in self.prompts), *(["--json"] if self.json else [])]
+        switches = {"--json": self.json, "--read-special-tokens": self.read_special_tokens}
+        given += [name for name, value in switches.items() if value]
+        return [*given, *(f"--prompt={prompt}" for prompt in self.prompts)]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -108,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     option("--dp", type=int, default=1, choices=[1], help="only 1: one replica answers all prompts")
     option("--batch-size", type=int, default=16, metavar="N", help="prompts that go through the model together (16)")
     option("--json", action="store_true", help="print one JSON object per prompt instead of text")
+    option("--read-special-tokens", action="store_true", help="a prompt that spells a special token holds that token")
     option("--use-cache", action="store_true", help="no effect: keys and values are always cached")
     return parser
 
@@ -118,6 +122,7 @@ def run_generate(argv: Sequence[str] | None = None) -> int:
     request = Request(
         asked.ckpt_path, tuple(asked.prompt or ()), asked.batch_file, asked.max_new_tokens, asked.temperature,
         asked.top_k, asked.top_p, asked.seed, asked.tp or None, asked.pp or None, asked.batch_size, asked.json,
+        asked.read_special_tokens,
     )  # fmt: skip
     if not request.prompts and request.batch_file is None:
         request = replace(request, prompts=DEFAULT_PROMPTS)
@@ -168,7 +173,7 @@ def _prepare(request: Request, world: int) -> _Prepared:
     """Everything that can be wrong, before any weight is loaded."""
     request.check()
     prompts = request.all_prompts()
-    source = open_source(request.path)
+    source = open_source(request.path, read_special_tokens=request.read_special_tokens)
     trained, alone = source.config.parallelism, world == 1 and request.tp is None and request.pp is None
     tp = 1 if alone else request.tp or trained.tp
     pp = 1 if alone else request.pp or trained.pp
@@ -200,7 +205,7 @@ def _run(request: Request, place: Place, peers: Peers) -> None:
         for note in (*source.notes, *_notes_on_length(request, prepared)):
             print(f"note: {note}", file=sys.stderr)
     model = load_model(source.path, config, mesh, device, peers.training_store)
-    decoder = Decoder(model, mesh, device, source.end)
+    decoder = Decoder(model, mesh, device, source.ends)
     show = as_json if request.json else as_text
     for first in range(0, len(prepared.ids), request.batch_size):
         rows = slice(first, first + request.batch_size)

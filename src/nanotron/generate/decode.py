@@ -11,7 +11,7 @@ Prompts of different lengths end together: shorter ones are padded on the left, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -30,11 +30,11 @@ from nanotron.parallel.mesh import Mesh
 class Decoder:
     """A model spread over a mesh of tp and pp, of which this rank holds ``model``.
 
-    ``end``: the token that ends a text. Every method is collective: all ranks call it with the same arguments.
+    ``ends``: the tokens that each end a text. Every method is collective: all ranks call it with the same arguments.
     """
 
-    def __init__(self, model: DecoderChunk, mesh: Mesh, device: torch.device, end: int | None) -> None:
-        self._model, self._mesh, self._device, self._end = model, mesh, device, end
+    def __init__(self, model: DecoderChunk, mesh: Mesh, device: torch.device, ends: Collection[int]) -> None:
+        self._model, self._mesh, self._device, self._ends = model, mesh, device, frozenset(ends)
         self._dtype = next(model.parameters()).dtype
         self._first = mesh.coord("pp") == 0
         self._last = mesh.coord("pp") == mesh.size("pp") - 1
@@ -45,7 +45,7 @@ class Decoder:
     ) -> Iterator[list[int | None]]:
         """Yield the next token of every row, the same on every rank, until all rows have ended.
 
-        A row ends with the end token, which is not yielded: it and what follows is None.
+        A row ends with an end token, which is not yielded: it and what follows is None.
         ``first_number``: the number of the first prompt, which with the seed decides what is drawn for it.
         """
         batch = left_padded(prompts, self._device)
@@ -58,7 +58,7 @@ class Decoder:
         for index in range(longest, longest + max_new_tokens):  # where in a row the token goes that is made now
             chosen = self._agree(self._forward(batch, cache), sampling, generators)  # [b]
             ids = chosen.tolist()
-            ended = [was or token == self._end for was, token in zip(ended, ids, strict=True)]
+            ended = [was or token in self._ends for was, token in zip(ended, ids, strict=True)]
             yield [None if over else token for over, token in zip(ended, ids, strict=True)]
             if all(ended):
                 return

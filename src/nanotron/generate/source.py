@@ -19,7 +19,7 @@ from nanotron.convert.importing import DTYPE_NAMES, read_model_config, starter_c
 from nanotron.convert.sources import OURS, Found, kind_of, open_weights
 from nanotron.convert.tokenizer import read_tokenizer
 from nanotron.data.probe import tokenizer_name
-from nanotron.data.tokenize.tokenizer import end_of_document_token, load_tokenizer
+from nanotron.data.tokenize.tokenizer import TextTokenizer, open_tokenizer
 from nanotron.errors import ConfigError
 from nanotron.models.specs import FINAL_NORM
 from nanotron.parallel.agreement import alone
@@ -35,15 +35,23 @@ class Source:
     path: str
     """The folder of the weights: of one step, where there are several."""
     config: Config
-    tokenizer: Tokenizer
-    end: int | None
-    """The token that ends a text: the tokenizer's own, else the model's; None: no text ends."""
+    texts: TextTokenizer
     notes: tuple[str, ...] = ()
     """What the folder holds that is not used."""
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """From ids to text."""
+        return self.texts.tokenizer
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens that end a text: the tokenizer's own, else the model's; none: no text ends."""
+        return self.texts.stops_with(self.config.model.model_config.eos_token_id)
+
     def encode(self, prompt: str) -> list[int]:
-        """The ids of a prompt; raises ConfigError for one that the model cannot go on from."""
-        ids: list[int] = self.tokenizer.encode(prompt).ids
+        """The ids of a prompt, begun as training texts are; raises ConfigError for one that cannot be gone on from."""
+        ids = self.texts.encode(prompt)
         if not ids:
             raise ConfigError("the prompt is empty; give at least one character")
         size = self.config.model.model_config.vocab_size
@@ -52,16 +60,16 @@ class Source:
         return ids
 
 
-def open_source(path: str) -> Source:
+def open_source(path: str, *, read_special_tokens: bool = False) -> Source:
     """Read config and tokenizer of a step's folder, a folder of steps (the newest complete one), or a model's folder.
 
-    Raises ConfigError when it holds no weights that can be read, or when no tokenizer is found for them.
+    ``read_special_tokens``: a prompt that spells one holds it, as it does where the run read its own texts so. Raises
+    ConfigError when it holds no weights that can be read, or when no tokenizer is found for them.
     """
     found = kind_of(path.rstrip("/"))
     config, notes = _config(found)
-    tokenizer, end = _tokenizer(found.path, config)
-    end = config.model.model_config.eos_token_id if end is None else end
-    return Source(found.path, config, tokenizer, end, tuple(notes))
+    reads = read_special_tokens or config.tokenizer.read_special_tokens
+    return Source(found.path, config, _tokenizer(found.path, config, read_special_tokens=reads), tuple(notes))
 
 
 def laid_out(config: Config, *, tp: int, pp: int) -> Config:
@@ -89,15 +97,13 @@ def _config(found: Found) -> tuple[Config, list[str]]:
     return starter_config(model, "generate", DTYPE_NAMES[weights.dtype("weight", FINAL_NORM)]), weights.ignored
 
 
-def _tokenizer(path: str, config: Config) -> tuple[Tokenizer, int | None]:
-    """The tokenizer beside the weights or in the run directory above, else the one that the config names; its end."""
+def _tokenizer(path: str, config: Config, *, read_special_tokens: bool) -> TextTokenizer:
+    """The tokenizer beside the weights or in the run directory above, else the one that the config names."""
     parent = path.rpartition("/")[0] or "."
     for folder in (path, parent):
-        found = read_tokenizer(open_folder(folder))
-        if found is not None:
-            return found.tokenizer, found.end
+        if found := read_tokenizer(open_folder(folder), read_special_tokens=read_special_tokens):
+            return found
     name = tokenizer_name(config)
     if name is None:
         raise ConfigError(f"no tokenizer.json in {path} or {parent}, and the config names none; put one there")
-    tokenizer, end = load_tokenizer(name), end_of_document_token(name)
-    return tokenizer, None if end is None else tokenizer.token_to_id(end)
+    return open_tokenizer(name, read_special_tokens=read_special_tokens)

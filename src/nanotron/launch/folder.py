@@ -3,7 +3,7 @@
 <run_dir>/
   config.yaml         the config with every default filled in
   environment.json    machine, versions, layout, threads
-  tokenizer.json      (and tokenizer_config.json) when the tokenizer is local
+  tokenizer.json      the tokenizer of the data, and what else says how it is used
   metrics.jsonl  tensorboard/  traces/  failures/
   .lock               who is at work here (and in the folder of the checkpoints, where that is another)
 """
@@ -27,8 +27,9 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from nanotron.checkpoint.storage import LocalFolder
 from nanotron.config.document import dump
 from nanotron.data.probe import tokenizer_name
-from nanotron.data.tokenize.tokenizer import tokenizer_file
+from nanotron.data.tokenize.tokenizer import kept_files, read_files
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
 from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.store import Store
 
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from nanotron.parallel.mesh import Mesh
 
 T = TypeVar("T")
+
+logger = get_logger(__name__)
+
 PACKAGES = ("nanotron", "torch", "numpy", "pydantic", "safetensors", "tokenizers")
 
 
@@ -124,12 +128,18 @@ def describe_run(run_dir: Path, config: Config, mesh: Mesh, device: torch.device
     folder = LocalFolder(str(run_dir))
     folder.write("config.yaml", [dump(config.to_dict()).encode()])
     folder.write("environment.json", [json.dumps(environment(mesh, device), indent=1).encode(), b"\n"])
-    tokenizer = tokenizer_file(tokenizer_name(config) or "")
-    if tokenizer is not None:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            source = Path(tokenizer).with_name(name)
-            if source.is_file() and source.resolve() != (run_dir / name).resolve():
-                folder.write(name, [source.read_bytes()])
+    for name, text in _tokenizer_files(run_dir, config).items():
+        folder.write(name, [text.encode()])
+
+
+def _tokenizer_files(run_dir: Path, config: Config) -> dict[str, str]:
+    """The files that keep the tokenizer in the run directory; a line says so where it is not to be had."""
+    name = tokenizer_name(config)
+    try:
+        return kept_files(read_files(name), name) if name else {}
+    except ConfigError as error:
+        logger.warning(f"{run_dir} keeps no tokenizer: {error}")
+        return {}
 
 
 def environment(mesh: Mesh, device: torch.device) -> dict[str, Any]:

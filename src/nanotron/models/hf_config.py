@@ -24,6 +24,7 @@ SAME = (  # keys that both sides call the same
     "rms_norm_eps",
     "tie_word_embeddings",
     "bos_token_id",
+    "eos_token_id",
     "pad_token_id",
 )
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
@@ -52,9 +53,7 @@ def model_config_from_hf(theirs: Mapping[str, Any]) -> dict[str, Any]:
     ours = {f"is_{family}_config": True, **same, **rope, "sliding_window_size": window}
     if len(facts.attention_bias) > 1:
         ours["attention_bias"] = bool(values.get("attention_bias", False))
-    end = values.get("eos_token_id")
-    ours["eos_token_id"] = end[0] if isinstance(end, list) else end
-    ours.setdefault("bos_token_id", None)
+    ours |= {name: values.get(name) for name in ("bos_token_id", "eos_token_id")}  # absent is none, not our default
     return ours
 
 
@@ -100,7 +99,7 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         )
     theirs: dict[str, Any] = {"architectures": [facts.architecture], "model_type": family, "torch_dtype": dtype}
     theirs |= {key: getattr(config, key) for key in SAME}
-    theirs |= {"eos_token_id": config.eos_token_id, "rope_theta": config.rope_theta, "use_cache": True}
+    theirs |= {"rope_theta": config.rope_theta, "use_cache": True}
     theirs["rope_scaling"] = _rope_scaling(config.rope_scaling)
     if len(facts.attention_bias) > 1:
         theirs["attention_bias"] = config.qkv_bias

@@ -12,10 +12,12 @@ fit into S+1 tokens, then padding; a longer example is cut off. `_use_doc_maskin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +26,11 @@ from nanotron.data.order.windows import Window, read_tokens
 from nanotron.data.sources.nanoset import NanosetFile, memory_map
 from nanotron.data.tokenize.chat import ChatTemplate
 from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for, write_atomically
-from nanotron.data.tokenize.tokenizer import end_of_document_token, load_tokenizer, vocab_size
+from nanotron.data.tokenize.tokenizer import TextTokenizer, open_tokenizer, vocab_size
 from nanotron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BATCH = 1000
 
@@ -35,42 +40,67 @@ class Example(NamedTuple):
 
     text: str
     learned: list[tuple[int, int]]
+    is_rendered: bool
+    """A chat template wrote it, with the special tokens that begin and end it; else it is plain text."""
 
 
-def write_examples(name: str, rows: Iterable[Mapping[str, Any]], path: str, tokenizer_name: str) -> list[int]:
+def write_examples(
+    name: str, rows: Iterable[Mapping[str, Any]], path: str, tokenizer_name: str, *, read_special_tokens: bool = False
+) -> list[int]:
     """Tokenize rows of the data set `name` into the Nanoset file `path` with its `.loss`.
 
     It appears whole or not at all. Returns the numbers of the rows that are left out: none of their tokens is a target.
     """
     left_out: list[int] = []
-    tokenizer = load_tokenizer(tokenizer_name)
     template = ChatTemplate(tokenizer_name)
-    end = end_of_document_token(tokenizer_name)
-    examples = (_example(row, template, end, f"{name}: row {number}") for number, row in enumerate(rows))
+    plain = open_tokenizer(tokenizer_name, read_special_tokens=read_special_tokens)
+    rendered = replace(open_tokenizer(tokenizer_name, read_special_tokens=True), begin=(), end=None)
+    special = None if read_special_tokens else _special_tokens(plain.tokenizer)
+    examples = (_example(row, template, special, f"{name}: row {number}") for number, row in enumerate(rows))
     first = 0
-    with NanosetWriter(path, tokenizer=tokenizer_name, token_bytes=token_bytes_for(vocab_size(tokenizer))) as writer:
+    token_bytes = token_bytes_for(vocab_size(plain.tokenizer))
+    with NanosetWriter(path, tokenizer=tokenizer_name, token_bytes=token_bytes) as writer:
         for batch in _batches(examples):
-            encodings = tokenizer.encode_batch([example.text for example in batch], add_special_tokens=False)
-            targets = [
-                [any(start <= offset < stop for start, stop in example.learned) for offset, _ in encoding.offsets]
-                for example, encoding in zip(batch, encodings, strict=True)
-            ]
-            kept = [number for number, learned in enumerate(targets) if any(learned)]
-            writer.write([encodings[number].ids for number in kept], [targets[number] for number in kept])
-            left_out += [first + number for number, learned in enumerate(targets) if not any(learned)]
+            encoded = _encode(batch, rendered if batch[0].is_rendered else plain)
+            kept = [one for one in encoded if any(one.targets)]
+            writer.write([one.ids for one in kept], [one.targets for one in kept])
+            left_out += [first + number for number, one in enumerate(encoded) if not any(one.targets)]
             first += len(batch)
     return left_out
 
 
 def _batches(examples: Iterator[Example]) -> Iterator[list[Example]]:
-    while batch := list(islice(examples, BATCH)):
-        yield batch
+    """Consecutive examples of one kind."""
+    for _, alike in groupby(examples, key=lambda example: example.is_rendered):
+        while batch := list(islice(alike, BATCH)):
+            yield batch
 
 
-def _example(row: Mapping[str, Any], template: ChatTemplate, end: str | None, where: str) -> Example:
+class _Encoded(NamedTuple):
+    ids: list[int]
+    targets: list[bool]
+
+
+def _encode(batch: Sequence[Example], tokenizer: TextTokenizer) -> list[_Encoded]:
+    """A token with any learned character is a target, and so is the end of the text, but never what begins it."""
+    encodings = tokenizer.tokenizer.encode_batch([example.text for example in batch], add_special_tokens=False)
+    begin, end = [*tokenizer.begin], [] if tokenizer.end is None else [tokenizer.end]
+    encoded = []
+    for example, encoding in zip(batch, encodings, strict=True):
+        targets = [
+            any(start < hi and lo < max(stop, start + 1) for lo, hi in example.learned)  # some have no character
+            for start, stop in encoding.offsets
+        ]
+        ids = [*begin, *encoding.ids, *end]
+        encoded.append(_Encoded(ids, [*([False] * len(begin)), *targets, *([True] * len(end))]))
+    return encoded
+
+
+def _example(row: Mapping[str, Any], template: ChatTemplate, special: re.Pattern[str] | None, where: str) -> Example:
     if row.get("messages") is not None:
         try:
-            return Example(*template.render(row["messages"]))
+            _refuse_special_tokens(row["messages"], special)
+            return Example(*template.render(row["messages"]), is_rendered=True)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     if not isinstance(row.get("prompt"), str) or not isinstance(row.get("completion"), str):
@@ -78,8 +108,35 @@ def _example(row: Mapping[str, Any], template: ChatTemplate, end: str | None, wh
             f"{where} has the columns {', '.join(map(repr, row))}; an SFT data set has either 'messages' or the "
             "texts 'prompt' and 'completion'"
         )
-    text = row["prompt"] + row["completion"] + (end or "")
-    return Example(text, [(len(row["prompt"]), len(text))])
+    text = row["prompt"] + row["completion"]
+    return Example(text, [(len(row["prompt"]), len(text))], is_rendered=False)
+
+
+def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """What finds a special token in a text, if there are any."""
+    spelled = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    return re.compile("|".join(map(re.escape, spelled))) if spelled else None
+
+
+def _refuse_special_tokens(messages: Any, special: re.Pattern[str] | None) -> None:
+    """A rendered conversation is read with its special tokens, so that what is said in it must not spell one."""
+    if special is None:
+        return
+    for number, message in enumerate(messages):
+        for found in filter(None, map(special.search, _texts(message))):
+            raise ConfigError(
+                f"message {number} spells the special token {found[0]!r}, which would be read as that token; take it "
+                "out, or set tokenizer.read_special_tokens: true to mean the token"
+            )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a message, however its content is nested."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
 
 
 def pack(path: str, ends: npt.NDArray[np.uint64], sequence_length: int) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanotron.data.tokenize.tokenizer import tokenizer_file
+from nanotron.data.tokenize.tokenizer import TEMPLATE, read_files, settings_of
 from nanotron.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,24 +16,25 @@ if TYPE_CHECKING:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, read from its tokenizer_config.json or chat_template.jinja when first used."""
+    """The chat template of a tokenizer, read from its files when first used."""
 
     def __init__(self, tokenizer_name: str) -> None:
         self._tokenizer_name = tokenizer_name
 
     @cached_property
-    def _config(self) -> dict[str, Any]:
-        path = self._file("tokenizer_config.json")
-        return json.loads(Path(path).read_text()) if path else {}
+    def _files(self) -> dict[str, str]:
+        return read_files(self._tokenizer_name)
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return settings_of(self._files, self._tokenizer_name)
 
     @cached_property
     def _template(self) -> Template:
         from jinja2.ext import loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        source = self._config.get("chat_template")
-        if source is None and (path := self._file("chat_template.jinja")):
-            source = Path(path).read_text()
+        source = self._files.get(TEMPLATE, self._settings.get("chat_template"))
         if not isinstance(source, str):
             raise ConfigError(
                 f"tokenizer {self._tokenizer_name!r} has no chat_template in its tokenizer_config.json; use a chat "
@@ -47,26 +46,10 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         return environment.from_string(source)
 
-    def _file(self, name: str) -> str | None:
-        """A file of the tokenizer's: beside its tokenizer.json, or on the Hugging Face hub."""
-        path = tokenizer_file(self._tokenizer_name)
-        if path is not None:
-            beside = os.path.join(os.path.dirname(path), name)
-            return beside if os.path.isfile(beside) else None
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError
-
-        try:
-            return hf_hub_download(self._tokenizer_name, name)
-        except EntryNotFoundError:
-            return None
-
     def text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
         """The messages as the model sees them."""
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        tokens = {name: self._config.get(name) for name in names}
-        tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-        special = {name: token for name, token in tokens.items() if token is not None}
+        special = {name: self._settings[name] for name in names if name in self._settings}
         template = self._template
         from jinja2 import TemplateError
 

@@ -28,6 +28,9 @@ def run_tokenize(
     train_bpe: int | None = None,
     eos: str | None = None,
     append_eos: bool = True,
+    bos: str | None = None,
+    prepend_bos: bool = True,
+    read_special_tokens: bool = False,
     column: str = "text",
     hub: HubDataset | None = None,
     workers: int | None = None,
@@ -38,7 +41,10 @@ def run_tokenize(
     if not inputs or output is None:
         raise ConfigError("name at least one input and --output FOLDER, or use --stdlib for the embedded corpus")
     workers = workers or os.cpu_count() or 1
-    job = Job(inputs, output, tokenizer, train_bpe, eos, append_eos, column, hub or HubDataset(), workers)
+    job = Job(
+        inputs, output, tokenizer, train_bpe, eos, append_eos, bos, prepend_bos, read_special_tokens, column,
+        hub or HubDataset(), workers,
+    )  # fmt: skip
     summary = tokenize(job)
     resumed = f", {summary.resumed_shards} of them from before" if summary.resumed_shards else ""
     documents = f"{human_format(summary.documents)} document{'s' if summary.documents != 1 else ''}"

@@ -17,7 +17,7 @@ from nanotron.data.probe import tokenizer_name
 from nanotron.data.sources.documents import HubDataset, open_hub_dataset
 from nanotron.data.sources.hub_names import hub_datasets
 from nanotron.data.tokenize.corpus import file_lock, prepare_corpus
-from nanotron.data.tokenize.tokenizer import end_of_document_token, tokenizer_file
+from nanotron.data.tokenize.tokenizer import TextTokenizer, open_tokenizer, read_files
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 
@@ -59,27 +59,30 @@ def data_tokenizer(config: Config) -> str:
     return name
 
 
+def text_tokenizer(config: Config) -> TextTokenizer:
+    """The same, opened as the run reads texts."""
+    return open_tokenizer(data_tokenizer(config), read_special_tokens=config.tokenizer.read_special_tokens)
+
+
 def prepare_hub_dataset(config: Config, dataset: PretrainDatasetsArgs, name: str, hub: HubDataset) -> str:
     """Tokenize the data set into its cache folder unless that was done before, and return the folder."""
-    tokenizer = data_tokenizer(config)
-    folder = cache_folder(name, hub, dataset.text_column_name, tokenizer)
+    folder = cache_folder(config, name, hub, dataset.text_column_name)
     if not _is_complete(folder):
         with file_lock(f"{folder}.lock"):
             if not _is_complete(folder):
-                _tokenize(dataset, name, hub, tokenizer, folder)
+                _tokenize(config, dataset, name, hub, folder)
     return folder
 
 
-def _tokenize(dataset: PretrainDatasetsArgs, name: str, hub: HubDataset, tokenizer: str, folder: str) -> None:
+def _tokenize(config: Config, dataset: PretrainDatasetsArgs, name: str, hub: HubDataset, folder: str) -> None:
     from nanotron.data.tokenize.workers import Job, tokenize
 
-    eos = end_of_document_token(tokenizer)
     job = Job(
         inputs=[name],
         output=folder,
-        tokenizer=tokenizer,
-        eos=eos,
-        append_eos=eos is not None,
+        tokenizer=data_tokenizer(config),
+        append_eos=text_tokenizer(config).end is not None,
+        read_special_tokens=config.tokenizer.read_special_tokens,
         column=dataset.text_column_name,
         hub=hub,
         workers=dataset.dataset_processing_num_proc_per_process,
@@ -95,8 +98,7 @@ def prepare_sft_dataset(
     from nanotron.data.sources.nanoset import open_nanoset_file
     from nanotron.data.sources.sft import pack, pack_path, write_examples
 
-    tokenizer = data_tokenizer(config)
-    folder = cache_folder(name, hub, f"sft {dataset.debug_max_samples}", tokenizer)
+    folder = cache_folder(config, name, hub, f"sft {dataset.debug_max_samples}")
     path = os.path.join(folder, "00000_unshuffled.ds")
     rows_path = pack_path(path, sequence_length)
     if not os.path.exists(rows_path):
@@ -106,7 +108,8 @@ def prepare_sft_dataset(
                 rows = open_hub_dataset(name, hub)
                 count = int(len(rows) * hub.fraction)
                 rows = rows.select(range(min(count, dataset.debug_max_samples or count)))
-                if left_out := write_examples(name, rows, path, tokenizer):
+                tokenizer, reads = data_tokenizer(config), config.tokenizer.read_special_tokens
+                if left_out := write_examples(name, rows, path, tokenizer, read_special_tokens=reads):
                     number, total = len(left_out), len(rows)
                     logger.warning(
                         f"{name}: left out {number} of {total} examples, which have no text to learn; "
@@ -125,11 +128,11 @@ def _is_complete(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, ".tokenize", "summary.json"))
 
 
-def cache_folder(name: str, hub: HubDataset, column: str, tokenizer: str) -> str:
+def cache_folder(config: Config, name: str, hub: HubDataset, column: str) -> str:
     """Where a data set's tokens are kept: a readable name, and a hash of everything that they depend on."""
-    path = tokenizer_file(tokenizer)
-    tokenizer_content = Path(path).read_bytes() if path else tokenizer.encode()
-    facts = [name, list(hub), column, hashlib.blake2b(tokenizer_content).hexdigest(), _files_of(name)]
+    tokenizer = sorted(read_files(data_tokenizer(config)).items())  # its settings, too: they say how a text ends
+    content = hashlib.blake2b(repr(tokenizer).encode()).hexdigest()
+    facts = [name, list(hub), column, config.tokenizer.read_special_tokens, content, _files_of(name)]
     digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=6).hexdigest()
     readable = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[-60:]
     return os.path.join(CACHE_FOLDER, f"{readable}-{hub.split}-{digest}")

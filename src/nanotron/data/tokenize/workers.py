@@ -19,23 +19,25 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
-from typing import NamedTuple
-
-from tokenizers import Tokenizer
+from typing import Any, NamedTuple
 
 from nanotron.data.sources.documents import HubDataset, Piece, Text, find_pieces, place_of, read_texts
 from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for, write_atomically
 from nanotron.data.tokenize.progress import COUNTERS, TokenizeProgress
 from nanotron.data.tokenize.tokenizer import (
     END_OF_TEXT,
-    end_of_document_token,
-    load_tokenizer,
-    save_tokenizer,
+    TOKENIZER,
+    files_of,
+    kept_files,
+    open_tokenizer,
+    read_files,
+    tokenizer_of,
     train_bpe,
     vocab_size,
+    write_files,
 )
 from nanotron.errors import ConfigError
 from nanotron.logging import human_format
@@ -59,6 +61,11 @@ class Job:
     eos: str | None = None
     """Token appended to every document; None: the tokenizer's own, if it says one."""
     append_eos: bool = True
+    bos: str | None = None
+    """Token that every document begins with; None: what the tokenizer puts there."""
+    prepend_bos: bool = True
+    read_special_tokens: bool = False
+    """Text that spells a special token becomes that token."""
     column: str = "text"
     hub: HubDataset = field(default_factory=HubDataset)
     workers: int = 1
@@ -94,7 +101,8 @@ class _Shard:
     pieces: list[Piece]
     output: str
     tokenizer_name: str
-    eos_id: int | None
+    append_eos: bool
+    read_special_tokens: bool
     column: str
     hub: HubDataset
 
@@ -106,12 +114,13 @@ def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
     pieces = find_pieces(job.inputs, job.hub, piece_size=job.shard_bytes)
     groups = list(_group(pieces, job.shard_bytes))
     os.makedirs(os.path.join(job.output, ".tokenize"), exist_ok=True)
-    _agree_on_plan(job, groups)
-    tokenizer = _prepare_tokenizer(job, pieces, show_progress=show_progress)
-    eos_id = _eos_id(job, tokenizer)
-    name = job.tokenizer or os.path.join(job.output, "tokenizer.json")
+    if not _is_begun(job, groups) or not os.path.exists(os.path.join(job.output, TOKENIZER)):
+        _write_tokenizer(job, pieces, show_progress=show_progress)
+        _write_plan(job, groups)
+    name = job.tokenizer or os.path.join(job.output, TOKENIZER)
     shards = [
-        _Shard(number, group, job.output, name, eos_id, job.column, job.hub) for number, group in enumerate(groups)
+        _Shard(number, group, job.output, name, job.append_eos, job.read_special_tokens, job.column, job.hub)
+        for number, group in enumerate(groups)
     ]
     pending = [shard for shard in shards if not os.path.exists(_report_path(shard))]
     total = sum(piece.size for shard in pending for piece in shard.pieces)
@@ -150,45 +159,64 @@ def _group(pieces: Sequence[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
         yield group
 
 
-def _agree_on_plan(job: Job, groups: list[list[Piece]]) -> None:
-    """Write the plan of a new folder; in a folder that was begun, refuse any other plan."""
-    facts = {
+def _facts(job: Job, groups: list[list[Piece]]) -> dict[str, Any]:
+    """What may not change while a folder is being written."""
+    return {
         "tokenizer": job.tokenizer or f"a trained BPE of {job.train_bpe} tokens",
         "eos": job.eos if job.append_eos else "no token",
+        "bos": job.bos if job.prepend_bos else "no token",
+        "reading of special tokens": job.read_special_tokens or None,
         "column": job.column,
         "data set": list(job.hub),
         "input": hashlib.blake2b(json.dumps(groups).encode(), digest_size=16).hexdigest(),
     }
-    path = os.path.join(job.output, ".tokenize", "plan.json")
-    if not os.path.exists(path):
+
+
+def _plan_path(job: Job) -> str:
+    return os.path.join(job.output, ".tokenize", "plan.json")
+
+
+def _is_begun(job: Job, groups: list[list[Piece]]) -> bool:
+    """Whether the folder was begun with this plan; raises ConfigError when it was with another, or holds tokens."""
+    if not os.path.exists(_plan_path(job)):
         if any(name.endswith(".ds") for name in os.listdir(job.output)):
             raise ConfigError(f"{job.output} already holds a Nanoset that was not begun here; choose another output")
-        write_atomically(path, json.dumps({**facts, "shards": groups}, indent=1).encode())
-        return
-    earlier = json.loads(Path(path).read_text())
+        return False
+    earlier, facts = json.loads(Path(_plan_path(job)).read_text()), _facts(job, groups)
     changed = [name for name in facts if earlier.get(name) != facts[name]]
     if changed:
         raise ConfigError(
             f"{job.output} was begun with another {' and '.join(changed)}; choose another output or remove that folder"
         )
+    return True
 
 
-def _prepare_tokenizer(job: Job, pieces: Sequence[Piece], *, show_progress: bool) -> Tokenizer:
-    """The tokenizer, trained first if asked for, and left in the output folder."""
-    own = os.path.join(job.output, "tokenizer.json")
-    if job.tokenizer is not None:
-        tokenizer = load_tokenizer(job.tokenizer)
-        if not os.path.exists(own):
-            save_tokenizer(tokenizer, job.output, eos=job.eos or end_of_document_token(job.tokenizer))
-        return tokenizer
-    if os.path.exists(own):
-        return load_tokenizer(own)
+def _write_plan(job: Job, groups: list[list[Piece]]) -> None:
+    write_atomically(_plan_path(job), json.dumps({**_facts(job, groups), "shards": groups}, indent=1).encode())
+
+
+def _write_tokenizer(job: Job, pieces: Sequence[Piece], *, show_progress: bool) -> None:
+    """Leave the tokenizer in the output folder, trained first if asked for. The shards are read with that one.
+
+    Its files say what --bos and --eos ask for, so that who reads the folder begins and ends texts alike.
+    """
+    name = job.tokenizer or "the trained BPE"
+    files = read_files(job.tokenizer) if job.tokenizer is not None else _train(job, pieces, show_progress=show_progress)
+    known = tokenizer_of(files, name).tokenizer
+    for option, token in (("--eos", job.eos), ("--bos", job.bos)):
+        if token is not None and known.token_to_id(token) is None:
+            raise ConfigError(f"{option} {token!r} is not a token of {name}")
+    kept = kept_files(files, name, eos=job.eos, bos=job.bos, prepend_bos=job.prepend_bos)
+    if job.append_eos and tokenizer_of(kept, name).end is None:
+        raise ConfigError(f"tokenizer {name!r} does not say which token ends a document; use --eos or --no-eos")
+    write_files(kept, job.output)
+
+
+def _train(job: Job, pieces: Sequence[Piece], *, show_progress: bool) -> dict[str, str]:
     assert job.train_bpe is not None
     if show_progress:
         print(f"{job.output}: training a BPE of {job.train_bpe} tokens on the input", file=sys.stderr, flush=True)
-    tokenizer = train_bpe(_training_texts(job, pieces), job.train_bpe)
-    save_tokenizer(tokenizer, job.output, eos=END_OF_TEXT)
-    return tokenizer
+    return files_of(train_bpe(_training_texts(job, pieces), job.train_bpe), eos=END_OF_TEXT)
 
 
 def _training_texts(job: Job, pieces: Sequence[Piece]) -> Iterator[str]:
@@ -201,20 +229,6 @@ def _training_texts(job: Job, pieces: Sequence[Piece]) -> Iterator[str]:
             characters += len(text)
             if characters > BPE_TRAINING_CHARACTERS:
                 return
-
-
-def _eos_id(job: Job, tokenizer: Tokenizer) -> int | None:
-    if not job.append_eos:
-        return None
-    token = job.eos or (END_OF_TEXT if job.tokenizer is None else end_of_document_token(job.tokenizer))
-    if token is None:
-        raise ConfigError(
-            f"tokenizer {job.tokenizer!r} does not say which token ends a document; use --eos or --no-eos"
-        )
-    eos_id = tokenizer.token_to_id(token)
-    if eos_id is None:
-        raise ConfigError(f"--eos {token!r} is not a token of {job.tokenizer or 'the trained BPE'}")
-    return eos_id
 
 
 def _report_path(shard: _Shard) -> str:
@@ -259,14 +273,15 @@ def _tokenize_in_worker(shard: _Shard) -> None:
 
 def tokenize_shard(shard: _Shard, counters: SynchronizedArray[int]) -> None:
     """Write one shard and then its report; the counters are those of TokenizeProgress."""
-    tokenizer = load_tokenizer(shard.tokenizer_name)
+    tokenizer = open_tokenizer(shard.output, read_special_tokens=shard.read_special_tokens)
+    tokenizer = tokenizer if shard.append_eos else replace(tokenizer, end=None)
     path = os.path.join(shard.output, f"{shard.number:05d}_unshuffled.ds")
-    token_bytes = token_bytes_for(vocab_size(tokenizer))
+    token_bytes = token_bytes_for(vocab_size(tokenizer.tokenizer))
     empty: list[_Read] = []
     with NanosetWriter(path, tokenizer=shard.tokenizer_name, token_bytes=token_bytes) as writer:
         for batch in _batches(shard):
             before = writer.num_tokens
-            documents = _encode(tokenizer, [read.text.text for read in batch], shard.eos_id)
+            documents = tokenizer.documents([read.text.text for read in batch])
             empty += [read for read, document in zip(batch, documents, strict=True) if not document]
             documents = [document for document in documents if document]
             writer.write(documents)
@@ -281,18 +296,6 @@ def tokenize_shard(shard: _Shard, counters: SynchronizedArray[int]) -> None:
     }
     write_atomically(_report_path(shard), json.dumps(report).encode())
     _count(counters, shards=1)
-
-
-def _encode(tokenizer: Tokenizer, texts: list[str], eos_id: int | None) -> list[list[int]]:
-    """The token ids of each text; a text without a character has none, and gets no end token."""
-    # Without an end token the tokenizer's own template is applied, as datatrove does.
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=eos_id is None)
-    documents = [encoding.ids if text else [] for text, encoding in zip(texts, encodings, strict=True)]
-    if eos_id is not None:
-        for text, document in zip(texts, documents, strict=True):
-            if text:
-                document.append(eos_id)
-    return documents
 
 
 class _Read(NamedTuple):
