@@ -372,6 +372,11 @@ def main() -> None:
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{error.filename}: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

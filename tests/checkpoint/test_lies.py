@@ -90,7 +90,7 @@ def folder_for_file(step: Path) -> None:
     (step / "index.json").mkdir()
 
 
-DEEP = "[" * 50_000
+DEEP = "[" * 1_000
 LIES = {
     "step of the index": (index('"step": 2', '"step": 1'), "index.json is of step 1, not of the step that the folder"),
     "step of the state": (state(step=1), "state.json is of step 1, but index.json of step 2"),

@@ -7,12 +7,14 @@ import math
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from nanotron.errors import ConfigError
@@ -20,7 +22,10 @@ from nanotron.pipeline.schedules import get_schedule
 from nanotron.pipeline.timeline import Timeline, execute
 from nanotron.pipeline.trace import to_chrome
 from nanotron.report import write_report
+from nanotron.report.page import report
+from nanotron.report.run import read_run
 from nanotron.report.series import series_of
+from tests.commands import nanotron
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SIZE = (1280, 3400)
@@ -140,6 +145,61 @@ def test_the_plainest_run_has_a_report_too(tmp_path: Path) -> None:
 def test_a_folder_without_numbers_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no metrics\.jsonl with a step in it"):
         write_report(tmp_path)
+
+
+GARBAGE = (b"", b"\xff\xfe", b"[", b"[1]", b"null", b"3", b"[" * 900, b"a: &a [*a]", b"a: b: c", b"\x00")
+HOSTILE = ("abc", [], -1, float("nan"), 10**30, None, {"a": [1]})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where values are, inside of values: of a list's, the first three."""
+    yield path
+    for key in value if isinstance(value, dict) else range(min(3, len(value))) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+def test_no_damage_to_a_run_s_files_is_more_than_a_line(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    further = re.compile(r".*/layers\.[123]")  # layer 0 stands for all of them
+    rows = [{key: value for key, value in row(step).items() if not further.match(key)} for step in (1, 20)]
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    others = [path for path in folder.rglob("*.json") if not path.name.endswith("5-rank-1.json")]
+    documents: dict[Path, Any] = {path: json.loads(path.read_text()) for path in others}
+    documents |= {folder / "config.yaml": yaml.safe_load((folder / "config.yaml").read_text()), metrics: rows[1]}
+    refused = []
+    for path, whole in documents.items():
+        content = path.read_bytes()
+        first = json.dumps(rows[0]).encode() + b"\n" if path == metrics else b""
+        changed = (replaced(whole, place, value) for place in places(whole) for value in HOSTILE)
+        for damaged in [*GARBAGE, *(json.dumps(value).encode() for value in changed)]:
+            path.write_bytes(first + damaged + (b"\n" if first else b""))
+            try:
+                report(read_run(folder))
+            except ConfigError as error:
+                (line,) = error.problems
+                assert str(path) in line
+                refused.append(path)
+        path.write_bytes(content)
+    assert set(refused) == set(documents)
+
+
+def test_a_file_that_cannot_be_read_or_written_is_named_in_a_line(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    for arguments, line in [
+        ((tmp_path,), f"{tmp_path}/metrics.jsonl: is a directory\n"),
+        ((run, "--output", tmp_path), f"{tmp_path}: is a directory\n"),
+    ]:
+        done = nanotron(tmp_path, "report", *arguments)
+        assert (done.returncode, done.stderr) == (2, line)
 
 
 def test_a_thinned_series_keeps_every_extreme_and_the_steps_without_a_number() -> None:

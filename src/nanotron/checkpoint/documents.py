@@ -10,12 +10,13 @@ from pydantic import TypeAdapter
 from nanotron.checkpoint import schema
 from nanotron.checkpoint.format import CONFIG, MODEL_CONFIG, STATE, Damaged
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
+from nanotron.untrusted import MAPPING, checked, parse_json, parse_yaml
 
 POSITION = ("consumed", "consumed_tokens", "consumed_per_source", "streams", "data", "optimizer_updates")
 PARSERS: dict[str, tuple[Callable[[str], Any], TypeAdapter[Any]]] = {
-    STATE: (schema.parse_json, schema.STATE),
-    CONFIG: (schema.parse_yaml, schema.SAVED_CONFIG),
-    MODEL_CONFIG: (schema.parse_json, schema.MAPPING),
+    STATE: (parse_json, schema.STATE),
+    CONFIG: (parse_yaml, schema.SAVED_CONFIG),
+    MODEL_CONFIG: (parse_json, MAPPING),
 }
 """How the text of each file is read, and what it has to keep to."""
 
@@ -43,7 +44,7 @@ def saved_document(checkpoint: Folder, name: str) -> dict[str, Any] | None:
     parse, kept = PARSERS[name]
     try:
         document: dict[str, Any] = parse(text)
-        schema.checked(kept, document)
+        checked(kept, document)
     except ValueError as error:
         raise Damaged(f"{checkpoint.path}/{name} is damaged ({error})") from error
     return document

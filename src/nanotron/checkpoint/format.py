@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 from nanotron.checkpoint import schema
 from nanotron.errors import ConfigError
 from nanotron.parallel.params import Box
+from nanotron.untrusted import MAPPING, checked, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -113,7 +114,7 @@ class Index:
     @staticmethod
     def from_json(text: str) -> Index:
         """Raises ValueError when the text is not an index that this version reads."""
-        whole = schema.checked(schema.INDEX, schema.parse_json(text))
+        whole = checked(schema.INDEX, parse_json(text))
         files = {name: StoredFile(file["size"], file.get("xxh3")) for name, file in whole["files"].items()}
         return Index(whole["step"], files, {key: _tensor(entry) for key, entry in whole["tensors"].items()})
 
@@ -179,10 +180,10 @@ def parse_header(text: bytes) -> tuple[dict[str, Entry], dict[str, str]]:
 
     Raises ValueError when it is none, or when its tensors are not as long as they are wide, or not back to back.
     """
-    header = schema.checked(schema.MAPPING, schema.parse_json(text.decode()))
-    metadata = schema.checked(schema.HEADER_METADATA, header.pop("__metadata__", {}))
+    header = checked(MAPPING, parse_json(text.decode()))
+    metadata = checked(schema.HEADER_METADATA, header.pop("__metadata__", {}))
     start = 8 + len(text)
-    found = schema.checked(schema.HEADER, header)
+    found = checked(schema.HEADER, header)
     entries = [
         (key, Entry(entry["dtype"], entry["shape"], start + entry["data_offsets"][0], start + entry["data_offsets"][1]))
         for key, entry in found.items()

@@ -1,27 +1,21 @@
 """What the files of a checkpoint may say, whoever wrote them: the kind and range of every value that is read.
 
-What breaks a rule raises ValueError with the place, the value and the rule; readers turn it into ``Damaged``, which
-names the file. Text is parsed to a bounded depth, numbers are bounded, and keys that nobody reads may hold anything.
+What breaks a rule raises ValueError (``untrusted.checked``); readers turn it into ``Damaged``, which names the file.
+Keys that nobody reads may hold anything.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import pydantic_core
-import yaml
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 from typing_extensions import NotRequired, Required, TypedDict
 
-T = TypeVar("T")
+from nanotron.untrusted import Count, Number
 
 Format = Literal["nanotron-checkpoint"]
 Version = Literal[1]
-MOST = 2**60  # elements and bytes: what is larger overflows somewhere below, and exists nowhere
 
-Count = Annotated[int, Field(strict=True, ge=0, le=MOST)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Shape = Annotated[tuple[Count, ...], Field(max_length=8)]
 FileName = Annotated[str, Field(pattern=r"^[^/\\]+$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -113,37 +107,5 @@ class HeaderEntry(TypedDict):
 INDEX = TypeAdapter(IndexEntry)
 STATE = TypeAdapter(State)
 SAVED_CONFIG = TypeAdapter(SavedConfig)
-MAPPING = TypeAdapter(dict[str, Any])
 HEADER = TypeAdapter(dict[str, HeaderEntry])
 HEADER_METADATA = TypeAdapter(dict[str, str])
-
-
-def parse_json(text: str) -> Any:
-    """What a JSON text says; raises ValueError, also for one that nests without end."""
-    return pydantic_core.from_json(text)
-
-
-def parse_yaml(text: str) -> Any:
-    """What a YAML text says; raises ValueError, also for one that nests without end."""
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(" ".join(str(error).split())) from None
-
-
-def checked(schema: TypeAdapter[T], value: object) -> T:
-    """A value that keeps to the schema, without the keys that it does not name; raises ValueError."""
-    try:
-        return schema.validate_python(value)
-    except ValidationError as error:
-        raise ValueError(complaint(error)) from None
-
-
-def complaint(error: ValidationError) -> str:
-    """The first thing that is wrong: where, what is there, and what should be."""
-    first = error.errors(include_url=False)[0]
-    rule, where = first["msg"], ".".join(str(part) for part in first["loc"])
-    if first["type"] == "missing":
-        return f"{where}: {rule}"
-    found = json.dumps(first["input"], default=str)
-    return f"{where or 'it'} is {found if len(found) <= 60 else found[:57] + '…'}: {rule}"

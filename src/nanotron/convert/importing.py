@@ -20,7 +20,7 @@ from nanotron.config.document import dump
 from nanotron.config.keys import dotted
 from nanotron.config.model import AnyModelConfig
 from nanotron.convert.safetensors import Planned, split_by_size, write_file
-from nanotron.convert.schema import CONFIG, MAPPING, read_json
+from nanotron.convert.schema import CONFIG, read_json
 from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open_weights
 from nanotron.convert.tokenizer import copy_tokenizer
 from nanotron.errors import ConfigError
@@ -28,6 +28,7 @@ from nanotron.logging import get_logger
 from nanotron.models.families import family_of
 from nanotron.models.hf_config import model_config_from_hf
 from nanotron.parallel.params import Box, ParamSpec
+from nanotron.untrusted import MAPPING
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -7,9 +7,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, TypeAdapter
 from typing_extensions import TypedDict
 
-from nanotron.checkpoint.schema import Count, FileName, Number, checked, parse_json
+from nanotron.checkpoint.schema import FileName
 from nanotron.checkpoint.storage import Folder, read_text
 from nanotron.errors import ConfigError
+from nanotron.untrusted import Count, Number, checked, parse_json
 
 Tokens = Annotated[
     list[Count], Field(min_length=1), BeforeValidator(lambda ids: [ids] if isinstance(ids, int) else ids)
@@ -51,7 +52,6 @@ class HuggingFaceConfig(TypedDict, total=False):
 
 WEIGHT_MAP = TypeAdapter(WeightMap)
 CONFIG = TypeAdapter(HuggingFaceConfig)
-MAPPING = TypeAdapter(dict[str, Any])
 
 
 def read_json(folder: Folder, name: str, schema: TypeAdapter[Any]) -> dict[str, Any]:

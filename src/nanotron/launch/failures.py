@@ -20,11 +20,15 @@ import socket
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from nanotron.parallel.store import LostPeers, LostStore
+from nanotron.untrusted import checked, parse_json
 
 KINDS = ("own", "killed", "timeout", "peer")
 STACK_SIGNAL = signal.SIGQUIT
@@ -93,6 +97,9 @@ def first_of(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=order, default=None)
 
 
+RECORD = TypeAdapter(Failure)
+
+
 def record_path(run_dir: Path, rank: int) -> Path:
     """Where a rank's failure is recorded."""
     return run_dir / "failures" / f"rank-{rank}.json"
@@ -111,8 +118,14 @@ def read_failures(run_dir: Path) -> list[Failure]:
     """The failures on record, in order of rank, without a file that is none."""
     failures = []
     for path in (run_dir / "failures").glob("rank-*.json"):
-        try:
-            failures.append(Failure(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
-            continue
+        with suppress(OSError, ValueError):
+            failures.append(failure_in(path.read_text(encoding="utf-8")))
     return sorted(failures, key=lambda failure: failure.rank)
+
+
+def failure_in(text: str) -> Failure:
+    """The failure of one record; raises ValueError when it is none."""
+    failure = checked(RECORD, parse_json(text))
+    if failure.kind not in KINDS:
+        raise ValueError(f"kind is {failure.kind!r}, none of {', '.join(KINDS)}")
+    return failure

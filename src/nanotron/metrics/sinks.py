@@ -17,6 +17,8 @@ import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanotron.untrusted import parse_json
+
 Row = dict[str, "float | int | str"]
 
 
@@ -79,10 +81,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in path.read_bytes().split(b"\n")[:-1]:
         try:
-            row = json.loads(line)
+            row = parse_json(line.decode())
         except ValueError:
             continue
-        if isinstance(row, dict) and "step" in row:
+        if isinstance(row, dict) and type(row.get("step")) is int:
             rows.append(row)
     return rows
 

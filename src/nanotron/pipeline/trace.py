@@ -7,19 +7,56 @@ ranks on several hosts are aligned as well as their clocks are.
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict
 
 from nanotron.errors import ConfigError
 from nanotron.pipeline.timeline import Span, StageCost, Timeline
+from nanotron.untrusted import Count, Number, checked, parse_json
 
 if TYPE_CHECKING:
     from nanotron.parallel.mesh import Mesh
     from nanotron.pipeline.engine import Pipeline
+
+
+class MissingTrace(ConfigError):
+    """No trace was recorded, or not all ranks' files are here."""
+
+
+class _Facts(TypedDict):
+    microbatch: Count
+    chunk: Annotated[Count, Field(lt=1000)]
+    stage: Count
+
+
+class _Action(TypedDict):
+    tid: Count
+    cat: Literal["F", "B", "W", "BW"]
+    ts: Number
+    dur: Number
+    args: _Facts
+
+
+class _Metadata(TypedDict):
+    schedule: str
+    ranks: Count
+
+
+class _Trace(TypedDict):
+    metadata: _Metadata
+    traceEvents: list[dict[str, Any]]
+
+
+TRACE, ACTION = TypeAdapter(_Trace), TypeAdapter(_Action)
+"""A recorded file, and those of its events that are actions."""
 
 
 def recorder(
@@ -71,28 +108,42 @@ def to_chrome(processes: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
 
 
 def read_trace(folder: Path, step: int | None = None) -> tuple[int, Timeline]:
-    """The recorded timeline of a step in a run's `traces` folder (its last recorded one when None), and the step."""
+    """The recorded timeline of a step in a run's `traces` folder (its last recorded one when None), and the step.
+
+    Raises MissingTrace when none is there, or not every rank's, and ConfigError when a file is damaged.
+    """
     found: dict[int, list[Path]] = defaultdict(list)
     for path in sorted(folder.glob("pipeline-step-*-rank-*.json")):
-        found[int(path.name.split("-")[2])].append(path)
+        if named := re.match(r"pipeline-step-(\d+)-", path.name):
+            found[int(named[1])].append(path)
     if not found or (step is not None and step not in found):
-        raise ConfigError(
+        raise MissingTrace(
             f"{folder} holds no pipeline trace{'' if step is None else f' of step {step}'}; "
             f"record one with profiler.pipeline_trace.steps"
         )
     step = max(found) if step is None else step
     spans: list[Span] = []
     for path in found[step]:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        for event in document["traceEvents"]:
-            if event["ph"] == "X" and event["cat"] != "wait":
-                facts, start = event["args"], event["ts"] / 1e6
-                place = (facts["microbatch"], facts["chunk"], facts["stage"])
-                spans.append(Span(event["tid"], event["cat"], *place, start, start + event["dur"] / 1e6))
-    ranks = document["metadata"]["ranks"]
-    if len(found[step]) < ranks:
-        raise ConfigError(f"{folder} holds step {step} of {len(found[step])} of {ranks} ranks; collect all their files")
-    return step, Timeline(document["metadata"]["schedule"], ranks, spans)
+        try:
+            trace = checked(TRACE, parse_json(path.read_text(encoding="utf-8")))
+            actions = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") != "wait"]
+            spans += [_span(checked(ACTION, event), trace["metadata"]["ranks"]) for event in actions]
+        except ValueError as error:
+            raise ConfigError(f"{path} is no pipeline trace ({error}); record it again, or remove it") from error
+    metadata = trace["metadata"]
+    if len(found[step]) < metadata["ranks"]:
+        raise MissingTrace(
+            f"{folder} holds step {step} of {len(found[step])} of {metadata['ranks']} ranks; collect all their files"
+        )
+    return step, Timeline(metadata["schedule"], metadata["ranks"], spans)
+
+
+def _span(event: _Action, ranks: int) -> Span:
+    if event["tid"] >= ranks:
+        raise ValueError(f"tid is {event['tid']}, of {ranks} ranks")
+    facts, start = event["args"], event["ts"] / 1e6
+    place = (facts["microbatch"], facts["chunk"], facts["stage"])
+    return Span(event["tid"], event["cat"], *place, start, start + event["dur"] / 1e6)
 
 
 def costs_of(timeline: Timeline) -> StageCost:

@@ -48,7 +48,8 @@ def health(run: RunFiles) -> Iterator[tuple[str, bool]]:
             yield f"… and {len(lines) - MOST_LINES} more like the last", True
     if not (failures or bad or spikes):
         yield "no failure, no loss spike, every loss and gradient norm finite", False
-    slow = [row for row in run.rows if SLOWEST_RANK in row]
+    looks = (SLOWEST_RANK, SLOWEST_RANK_MS, MEDIAN_RANK_MS)
+    slow = [row for row in run.rows if all(row.get(key) is not None for key in looks)]
     if slow:
         yield _slowest(slow), False
 

@@ -44,14 +44,14 @@ def _by_layer(row: dict[str, Any]) -> dict[tuple[str, str], float | None]:
             continue
         number = float("nan") if value is None else value
         if kind == UPDATE_RATIO:  # back to the update's norm: ratios do not add up
-            weight = row[f"{WEIGHT_NORM}/{name}"]
+            weight = row.get(f"{WEIGHT_NORM}/{name}")
             number = float("nan") if weight is None else number * weight
         layer = _layer(name)
         squares[kind, layer] = squares.get((kind, layer), 0.0) + number**2
     norms: dict[tuple[str, str], float | None] = {}
     for (kind, layer), square in squares.items():
         if kind == UPDATE_RATIO:
-            square /= squares[WEIGHT_NORM, layer]
+            square /= squares.get((WEIGHT_NORM, layer)) or float("nan")
         norms[kind, layer] = sqrt(square) if isfinite(square) else None
     norms["", "step"] = row["step"]
     return norms

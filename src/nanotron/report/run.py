@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import yaml
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict
 
 from nanotron.errors import ConfigError
-from nanotron.launch.failures import Failure, read_failures
+from nanotron.launch.failures import Failure, failure_in
 from nanotron.metrics.sinks import read_rows
 from nanotron.metrics.spikes import LossSpikes, Spike
 from nanotron.pipeline.timeline import Timeline
-from nanotron.pipeline.trace import read_trace
+from nanotron.pipeline.trace import MissingTrace, read_trace
+from nanotron.untrusted import Count, checked, parse_json, parse_yaml
+
+T = TypeVar("T")
+
+
+NEEDED = ("lm_loss", "consumed_tokens", "time_per_iteration_ms", "tokens_per_sec", "memory_gib")
+
+
+class Tokens(TypedDict, total=False):
+    """The section ``tokens`` of config.yaml."""
+
+    train_steps: Count
+
+
+class SavedConfig(TypedDict, total=False):
+    """config.yaml, as far as the page looks into it."""
+
+    general: dict[str, Any]
+    tokens: Tokens
+
+
+class Environment(TypedDict, total=False):
+    """environment.json, as far as the page looks into it."""
+
+    layout: dict[str, Count]
+
+
+CONFIG, ENVIRONMENT = TypeAdapter(SavedConfig), TypeAdapter(Environment)
 
 
 @dataclass(frozen=True)
@@ -24,15 +54,12 @@ class RunFiles:
     folder: Path
     rows: list[dict[str, Any]]
     config_text: str
+    config: dict[str, Any]
+    """The resolved config; empty when the run left none."""
     environment: dict[str, Any]
     failures: list[Failure]
     timeline: tuple[int, Timeline] | None
     """The last traced step and when each of its pipeline actions ran."""
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The resolved config; empty when the run left none."""
-        return yaml.safe_load(self.config_text) or {}
 
     def spikes(self) -> list[Spike]:
         """The loss spikes that the run was warned of."""
@@ -42,27 +69,53 @@ class RunFiles:
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read a run directory; raises ConfigError when it holds no numbers."""
+    """Read a run directory; raises ConfigError when it holds no numbers, or a file of it is damaged."""
     rows = read_rows(folder / "metrics.jsonl")
     if not rows:
         raise ConfigError(f"{folder}: no metrics.jsonl with a step in it; name a run directory (general.run_dir)")
-    environment = _text(folder / "environment.json")
+    _check_rows(folder / "metrics.jsonl", rows)
+    records = sorted((folder / "failures").glob("rank-*.json"), key=lambda path: (len(path.name), path.name))
     return RunFiles(
         folder=folder,
         rows=rows,
-        config_text=_text(folder / "config.yaml"),
-        environment=json.loads(environment) if environment else {},
-        failures=read_failures(folder),
+        config_text=_read(folder / "config.yaml", str) or "",
+        config=_read(folder / "config.yaml", lambda text: _checked(CONFIG, parse_yaml(text))) or {},
+        environment=_read(folder / "environment.json", lambda text: _checked(ENVIRONMENT, parse_json(text))) or {},
+        failures=[failure for path in records if (failure := _read(path, failure_in))],
         timeline=_timeline(folder / "traces"),
     )
+
+
+def _read(path: Path, parse: Callable[[str], T]) -> T | None:
+    """What a file says, None when it is not there; raises ConfigError with its name when it is damaged."""
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); mend it, or remove it to leave it out") from error
+
+
+def _checked(schema: TypeAdapter[Any], value: Any) -> Any:
+    """The whole of a value that keeps to a schema where it looks."""
+    checked(schema, value)
+    return value
+
+
+def _check_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Refuse a row in which something else stands in a number's place; of a loss that is not finite it is null."""
+    for row in rows:
+        for key, value in {**dict.fromkeys(NEEDED, "missing"), **row}.items():
+            is_number = type(value) is int or (type(value) is float and isfinite(value))
+            may_be_null = key not in NEEDED or key == "lm_loss"
+            if key != "stage" and not is_number and not (value is None and may_be_null):
+                raise ConfigError(
+                    f"{path}: step {row['step']}: {key} is {value!r}, where a number belongs; mend or remove the line"
+                )
 
 
 def _timeline(traces: Path) -> tuple[int, Timeline] | None:
     try:
         return read_trace(traces)
-    except ConfigError:  # none was recorded, or not all ranks' files are here
+    except MissingTrace:
         return None
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
