@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanotron.check import examine
+from nanotron.data.document_ends import end_token
 from nanotron.data.open_stages import TextEncoder
 from nanotron.data.sources.documents import HubDataset
 from nanotron.data.sources.sft import write_examples
@@ -268,6 +269,22 @@ def test_the_command_of_the_docs_works_with_what_the_hub_s_cache_holds(tmp_path,
     assert done.returncode == 0, done.stderr
     assert written(str(tmp_path / "out")) == [*bpe.encode(TEXT).ids, 0]
     assert open_tokenizer(str(tmp_path / "out")).end == 0
+
+
+def test_files_without_an_index_end_documents_as_the_tokenizer_says_if_it_is_to_be_had(place, bpe, caplog):
+    named = place(files(bpe, tokenizer_config={"eos_token": "</s>"}))
+    silent = place(files(bpe))
+    for masks in (False, True):
+        model = {"vocab_size": 303, "_use_doc_masking": masks, "is_qwen2_config": True, "eos_token_id": [7, 8]}
+        config = make_config(model_config=model)
+        assert end_token(config, "data", named) == bpe.token_to_id("</s>")
+        assert end_token(config, "data", silent) == (7 if masks else None), "of several the first"
+    with pytest.raises(ConfigError, match="tokenizer 'org/absent' is neither a file"):
+        end_token(config, "data", "org/absent")
+    config.model.model_config._use_doc_masking = False
+    with caplog.at_level("INFO", logger="nanotron"):
+        assert end_token(config, "data", "org/absent") is None
+    assert caplog.records[-1].getMessage().startswith("data has no index of its documents, and they are not told apart")
 
 
 def test_a_refused_command_leaves_nothing_that_refuses_the_next(tmp_path, monkeypatch, bpe):
