@@ -1,7 +1,9 @@
-"""What a model is fed: one microbatch of token rows."""
+"""What a model is fed: one microbatch of token rows, and which of its tokens see which."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -9,6 +11,25 @@ if TYPE_CHECKING:
 
 IGNORED_LABEL = -100
 """The label of a position that is not a target: it adds nothing to the loss nor to the count of valid tokens."""
+
+
+class Span(NamedTuple):
+    """Queries [q_lo, q_hi) of a row and the keys [k_lo, k_hi) they see: the last query all, each before it one less."""
+
+    q_lo: int
+    q_hi: int
+    k_lo: int
+    k_hi: int
+
+
+Spans = tuple[tuple[Span, ...], ...]
+"""Of each row of a microbatch, in the order of their queries, which they cover. Made once, on the host, and kept there:
+no layer reads a boundary from a device, and no mask of all pairs of tokens exists anywhere."""
+
+
+def document_spans(starts: Iterable[Sequence[int]], length: int) -> Spans:
+    """Of rows of ``length`` tokens whose documents begin at ``starts``; a token sees its own document up to itself."""
+    return tuple(tuple(Span(lo, hi, lo, hi) for lo, hi in pairwise([*row, length])) for row in starts)
 
 
 class Batch(NamedTuple):
@@ -20,5 +41,5 @@ class Batch(NamedTuple):
     """[b, s] the next token of each position, or IGNORED_LABEL."""
     positions: Tensor
     """[b, s] position of each token, restarting per document where the document boundaries are known."""
-    doc_starts: Tensor | None = None
-    """[b, s] index in the row where each token's document starts; None: attention is plainly causal over the row."""
+    spans: Spans | None = None
+    """Which tokens see which; None: each row is one causal span."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanotron.batch import IGNORED_LABEL
+from nanotron.batch import IGNORED_LABEL, document_spans
 from nanotron.data.feed import EndOfData, Feed
 from nanotron.errors import ConfigError
 from nanotron.parallel.mesh import Mesh
@@ -156,13 +156,13 @@ def test_positions_restart_per_document_and_masking_hides_what_crosses(tmp_path,
     assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
     if masking:
         assert batch.labels.tolist() == [[11, 12, IGNORED_LABEL, 21, IGNORED_LABEL, 31, 32, 33]]
-        assert batch.doc_starts.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5]]
+        assert batch.spans == document_spans([[0, 3, 5]], 8)
     else:
         assert batch.labels.tolist() == [[11, 12, 20, 21, 30, 31, 32, 33]]
-        assert batch.doc_starts is None
+        assert batch.spans is None
 
 
-def test_masking_of_rows_that_are_one_document_each_needs_no_doc_starts(tmp_path):
+def test_masking_of_rows_that_are_one_document_each_needs_no_spans(tmp_path):
     write_nanoset(tmp_path / "a", [list(range(8)), list(range(9))])
     config = make_config(
         data_stages=[stage(str(tmp_path / "a"))], micro_batch_size=2, batch_accumulation_per_replica=1,
@@ -171,7 +171,7 @@ def test_masking_of_rows_that_are_one_document_each_needs_no_doc_starts(tmp_path
     feed = make_feed(config)
     batch = feed.step(1).microbatches[0]
     feed.close()
-    assert batch.doc_starts is None
+    assert batch.spans is None
     assert sorted(batch.labels[:, -1].tolist()) == [IGNORED_LABEL, 8]
 
 

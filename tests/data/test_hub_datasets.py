@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanotron.batch import IGNORED_LABEL
+from nanotron.batch import IGNORED_LABEL, document_spans
 from nanotron.data.feed import Feed
 from nanotron.data.tokenize.chat import ChatTemplate
 from nanotron.data.tokenize.prepare import prepare_data
@@ -111,7 +111,7 @@ def test_prompts_and_completions_are_packed_whole_with_loss_on_completions_only(
     used = len(tokens)
     assert batch.tokens[0].tolist() == tokens + [0] * (63 - used)
     assert batch.labels[0].tolist() == labels[1:] + [IGNORED_LABEL] * (64 - used)
-    assert batch.doc_starts[0].tolist() == starts + [used] * (63 - used)
+    assert batch.spans[0] == document_spans([sorted({*starts, used})], 63)[0]
     assert batch.positions[0, :used].tolist() == [number - start for number, start in enumerate(starts)]
 
 

@@ -5,13 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanotron.batch import Batch
+from nanotron.batch import Batch, Span, Spans
 from nanotron.generate.decode import left_padded
 from nanotron.generate.source import open_source
 from nanotron.models.cache import new_cache
 from tests.generate.tiny import CPU, training_logits, whole_model
 
 ROWS = ([5, 90, 200, 31, 7, 44, 120, 60, 61, 62], [9, 8, 7, 270, 3], [1] * 8)
+
+
+def part_of(spans: Spans, start: int, stop: int) -> Spans:
+    """Those of queries [start, stop), which count from 0 again; keys are the cache's."""
+    parts = [[(max(start, span.q_lo), min(stop, span.q_hi), span) for span in row] for row in spans]
+    return tuple(
+        tuple(Span(lo - start, hi - start, span.k_lo, span.k_hi - span.q_hi + hi) for lo, hi, span in row if lo < hi)
+        for row in parts
+    )
 
 
 @pytest.mark.parametrize("sizes", [[10], [1] * 10, [4, 3, 3], [9, 1]], ids=str)
@@ -21,10 +30,11 @@ def test_a_row_fed_in_pieces_has_the_logits_of_the_whole_row(
 ) -> None:
     model = whole_model(open_source(str(run)))
     whole = left_padded(rows, CPU)
-    assert (whole.doc_starts is None) == (len(rows) == 1)
+    assert (whole.spans is None) == (len(rows) == 1)
     cache, start = new_cache(3, 10), 0
     for size in sizes:
-        piece = Batch(*(None if part is None else part[:, start : start + size] for part in whole))
+        tokens, labels, positions = (part[:, start : start + size] for part in whole[:3])
+        piece = Batch(tokens, labels, positions, part_of(whole.spans, start, start + size) if whole.spans else None)
         with torch.inference_mode():
             logits, losses, _ = model(None, piece, cache)
         start += size
@@ -38,8 +48,7 @@ def test_padding_starts_on_the_left_and_positions_at_the_text() -> None:
     batch = left_padded([[4, 5, 6], [7]], CPU)
     assert batch.tokens.tolist() == [[4, 5, 6], [0, 0, 7]]
     assert batch.positions.tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert batch.doc_starts is not None
-    assert batch.doc_starts.tolist() == [[0, 0, 0], [0, 0, 2]]
+    assert batch.spans == ((Span(0, 3, 0, 3),), (Span(0, 2, 0, 2), Span(2, 3, 2, 3)))
 
 
 def test_a_full_cache_refuses_more(run: Path) -> None:

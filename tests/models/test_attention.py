@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanotron.batch import Span, document_spans
 from nanotron.ops.attention import LONG, causal_attention
 from nanotron.ops.kernels import Kernels
 
@@ -82,8 +83,34 @@ def test_nothing_is_kept_for_backward_that_grows_with_the_square_of_the_length(l
 @by_each
 def test_documents_of_a_row_do_not_see_each_other(kernels):
     q, k, v, _ = inputs(1, 100, 4, 2, torch.float64)
-    starts = torch.cat([torch.zeros(30), torch.full((45,), 30), torch.full((25,), 75)]).long()[None]
-    together = causal_attention(q, k, v, starts, kernels=kernels)
+    together = causal_attention(q, k, v, document_spans([[0, 30, 75]], 100), kernels=kernels)
     for lo, hi in [(0, 30), (30, 75), (75, 100)]:
         alone = causal_attention(q[:, lo:hi], k[:, lo:hi], v[:, lo:hi], None, kernels=kernels)
         torch.testing.assert_close(together[:, lo:hi], alone, rtol=0, atol=1e-13)
+
+
+@by_each
+@pytest.mark.parametrize(("queries", "keys"), [(1, 90), (40, 130), (70, 900)])
+def test_queries_that_end_a_span_see_the_keys_before_them_too(kernels, queries, keys):
+    """As in generation with a cache, and as where a sequence is cut: query i of s sees keys up to m − s + i of m."""
+    _, k, v, _ = inputs(2, keys, 4, 2, torch.float64)
+    q, _, _, grad = inputs(2, queries, 4, 2, torch.float64)
+    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+    def masked(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    found = value_and_grads(lambda *x: causal_attention(*x, None, kernels=kernels), q, k, v, grad)
+    for ours, theirs in zip(found, value_and_grads(masked, q, k, v, grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12 * max(1.0, float(theirs.abs().max())))
+
+
+@by_each
+def test_a_span_of_other_keys_than_its_queries_places(kernels):
+    """Queries [40, 100) of a row that see keys [10, 100) of it, and [0, 40) that see themselves."""
+    q, k, v, _ = inputs(1, 100, 4, 2, torch.float64)
+    spans = ((Span(0, 40, 0, 40), Span(40, 100, 10, 100)),)
+    found = causal_attention(q, k, v, spans, kernels=kernels)
+    later = causal_attention(q[:, 40:], k[:, 10:], v[:, 10:], None, kernels=kernels)
+    torch.testing.assert_close(found[:, 40:], later, rtol=0, atol=1e-13)

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanotron.batch import IGNORED_LABEL, Batch
+from nanotron.batch import IGNORED_LABEL, Batch, document_spans
 from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.specs import StageModules, decoder_specs
-from nanotron.ops.attention import causal_attention, document_mask
 from nanotron.parallel.comm import all_reduce
 from nanotron.parallel.mesh import Mesh, training_axes
 from nanotron.parallel.params import Box
@@ -209,24 +208,14 @@ def test_documents_in_one_row_do_not_see_each_other() -> None:
     model = whole_model(config, dtype=torch.float64)
     row = tiny_batch(rows=1, length=sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    starts = torch.tensor([start for start, length in zip([0, 9, 10], lengths, strict=True) for _ in range(length)])
+    spans = document_spans([[0, 9, 10]], sum(lengths))
     with torch.no_grad():
-        packed = model(None, Batch(row.tokens, row.labels, positions, starts[None]))[0]
+        packed = model(None, Batch(row.tokens, row.labels, positions, spans))[0]
         plain = model(None, Batch(row.tokens, row.labels, positions))[0]
         for lo, hi in pairwise([0, 9, 10, 24]):
             tokens, labels, own = (x[:, lo:hi] for x in (row.tokens, row.labels, positions))
             torch.testing.assert_close(packed[:, lo:hi], model(None, Batch(tokens, labels, own))[0])
     assert not torch.allclose(packed[:, 9:], plain[:, 9:])
-
-
-def test_the_document_mask_of_devices_equals_attention_document_by_document() -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 10, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
-    doc_starts = torch.tensor([[0, 0, 0, 3, 4, 4, 4, 4, 8, 8]])
-    mask = document_mask(doc_starts)
-    q4, k4, v4 = (x.transpose(1, 2) for x in (q, k, v))
-    masked = torch.nn.functional.scaled_dot_product_attention(q4, k4, v4, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(masked.transpose(1, 2), causal_attention(q, k, v, doc_starts, kernels="cpu"))
 
 
 def test_positions_that_are_no_targets_add_nothing_to_the_loss() -> None:

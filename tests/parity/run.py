@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanotron.batch import IGNORED_LABEL, Batch
+from nanotron.batch import IGNORED_LABEL, Batch, document_spans
 from nanotron.config import Config, get_config_from_dict
 from nanotron.data.feed import Feed
 from nanotron.parallel.mesh import Mesh
@@ -111,7 +111,8 @@ def to_walk(batch: Batch, case: Case) -> Batch:
         return Batch(tokens, labels, batch.positions)
     index = torch.arange(tokens.shape[1]).expand_as(tokens)
     doc_starts = index.where(window[:, :-1] % 9 == 0, torch.zeros_like(index)).cummax(1).values
-    return Batch(tokens, labels, index - doc_starts, doc_starts)
+    spans = document_spans([row.unique().tolist() for row in doc_starts], tokens.shape[1])
+    return Batch(tokens, labels, index - doc_starts, spans)
 
 
 def train(rank: int, world: int, case: Case) -> Trained:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanotron.batch import Batch
+from nanotron.batch import Batch, document_spans
 from nanotron.data.collate import Rows, collate
 from nanotron.data.open_stages import ScheduledStage, build_stages
 from nanotron.data.order.stage import StreamStage
@@ -272,8 +272,11 @@ class Feed:
         return [collate(part, document_masking=self._document_masking) for part in parts]
 
     def _batch(self, rows: Rows) -> Batch:
-        doc_starts = None if rows.doc_starts is None else self._tensor(rows.doc_starts)
-        return Batch(self._tensor(rows.tokens), self._tensor(rows.labels), self._tensor(rows.positions), doc_starts)
+        spans = None
+        if rows.doc_starts is not None:
+            starts = [np.unique(row).tolist() for row in rows.doc_starts]
+            spans = document_spans(starts, rows.tokens.shape[1])
+        return Batch(self._tensor(rows.tokens), self._tensor(rows.labels), self._tensor(rows.positions), spans)
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -4,8 +4,8 @@
 
 Prompts of different lengths end together: shorter ones are padded on the left, and no token sees the padding.
 
-    index      0   1   2   3   4   5  …          doc_starts: where each token's text begins in its row
-    row 0      a   b   c   d   e   f             positions:  0 at that token
+    index      0   1   2   3   4   5  …          a row's text is a span; padding is one of its own
+    row 0      a   b   c   d   e   f             positions: 0 at the text's first token
     row 1      ·   ·   ·   x   y   z             index n of the cache is the same token's in every layer and stage
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanotron.batch import IGNORED_LABEL, Batch
+from nanotron.batch import IGNORED_LABEL, Batch, Span, Spans, document_spans
 from nanotron.generate.sampling import Sampling, choose
 from nanotron.models.cache import LayerCache, new_cache
 from nanotron.models.decoder import DecoderChunk
@@ -49,8 +49,8 @@ class Decoder:
         ``first_number``: the number of the first prompt, which with the seed decides what is drawn for it.
         """
         batch = left_padded(prompts, self._device)
-        padded = batch.doc_starts is not None
-        starts = torch.tensor([batch.tokens.shape[1] - len(ids) for ids in prompts], device=self._device)[:, None]
+        pads = [batch.tokens.shape[1] - len(ids) for ids in prompts]
+        starts = torch.tensor(pads, device=self._device)[:, None]
         generators = [sampling.generator(first_number + row) for row in range(len(prompts))]
         longest = batch.tokens.shape[1]
         cache = new_cache(len(self._model.layers), longest + max_new_tokens)
@@ -62,7 +62,8 @@ class Decoder:
             yield [None if over else token for over, token in zip(ended, ids, strict=True)]
             if all(ended):
                 return
-            batch = _batch(chosen[:, None], index - starts, starts if padded else None)
+            spans = tuple((Span(0, 1, pad, index + 1),) for pad in pads) if any(pads) else None
+            batch = _batch(chosen[:, None], index - starts, spans)
 
     def _forward(self, batch: Batch, cache: list[LayerCache]) -> Tensor | None:
         """Run the stages in turn; the logits [b, 1, V/t] of the last token, on the last stage's ranks."""
@@ -95,19 +96,19 @@ class Decoder:
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> Batch:
-    """Prompts as one batch [b, s] whose rows end together; doc_starts only where some row has padding."""
+    """Prompts as one batch [b, s] whose rows end together; spans only where some row has padding."""
     longest = max(len(ids) for ids in prompts)
     pads = [longest - len(ids) for ids in prompts]
     tokens = torch.tensor([[0] * pad + list(ids) for pad, ids in zip(pads, prompts, strict=True)], device=device)
     starts = torch.tensor(pads, device=device)[:, None]  # [b, 1]
     index = torch.arange(longest, device=device)
     positions = (index - starts).clamp_(min=0)
-    doc_starts = torch.where(index >= starts, starts, 0) if any(pads) else None  # padding is a text of its own
-    return _batch(tokens, positions, doc_starts)
+    spans = document_spans([[0, pad] if pad else [0] for pad in pads], longest) if any(pads) else None
+    return _batch(tokens, positions, spans)
 
 
-def _batch(tokens: Tensor, positions: Tensor, doc_starts: Tensor | None) -> Batch:
-    return Batch(tokens, torch.full_like(tokens, IGNORED_LABEL), positions, doc_starts)
+def _batch(tokens: Tensor, positions: Tensor, spans: Spans | None) -> Batch:
+    return Batch(tokens, torch.full_like(tokens, IGNORED_LABEL), positions, spans)
 
 
 def gather_vocabulary(logits: Tensor, vocab_size: int, mesh: Mesh) -> Tensor:

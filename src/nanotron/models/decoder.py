@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nanotron.batch import Batch
+from nanotron.batch import Batch, Spans
 from nanotron.models.cache import LayerCache
 from nanotron.models.specs import EMBED, FINAL_NORM, StageModules, dense_layers, head_name
 from nanotron.ops.attention import causal_attention
@@ -156,9 +156,9 @@ class DecoderChunk(nn.Module):
         for block, kept in zip(self.layers, caches, strict=True):
             self.hooks.before_block(str(block.name))
             if self.options.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rotary, batch.doc_starts, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, rotary, batch.spans, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(x, rotary, batch.doc_starts, kept)
+                x = block(x, rotary, batch.spans, kept)
             metrics |= self._measured(str(block.name), x)
         if self.head is None or self.norm is None:
             return x, {}, metrics
@@ -229,8 +229,8 @@ class Block(nn.Module):
         self.mlp_norm = make(f"{name}.mlp_norm.weight")
         self.mlp = mlp(make, f"{name}.mlp", tp, fuse)
 
-    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None, cache: LayerCache | None = None) -> Tensor:
-        y = self.attn(self.fuse(rms_norm)(x, self.attn_norm, self.eps), rotary, doc_starts, cache)
+    def forward(self, x: Tensor, rotary: Rotary, spans: Spans | None, cache: LayerCache | None = None) -> Tensor:
+        y = self.attn(self.fuse(rms_norm)(x, self.attn_norm, self.eps), rotary, spans, cache)
         x, y = self.fuse(add_and_norm)(x, y, self.mlp_norm, self.eps)
         return x + self.mlp(y)  # type: ignore[no-any-return]
 
@@ -248,7 +248,7 @@ class Attention(nn.Module):
         self.out = make(f"{name}.out.weight")
         self.out_biases = [make(f"{name}.out.bias")] if config.out_bias else []
 
-    def forward(self, x: Tensor, rotary: Rotary, doc_starts: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, spans: Spans | None, cache: LayerCache | None) -> Tensor:
         q, kv = linear(x, [self.q, self.kv], self.tp, enter=self.tp.enter, biases=self.qkv_biases)
         q = q.view(*q.shape[:2], -1, self.head_dim)  # [b, s, h/t·e] -> [b, s, h/t, e]
         k, v = kv.view(*kv.shape[:2], 2, -1, self.head_dim).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
@@ -257,7 +257,7 @@ class Attention(nn.Module):
         )
         if cache is not None:
             k, v = cache.append(k, v)  # [b, s, kv/t, e] -> [b, n, kv/t, e], the earlier tokens' first
-        attended = causal_attention(q, k, v, doc_starts, kernels=self.tp.kernels)  # [b, s, h/t, e]
+        attended = causal_attention(q, k, v, spans, kernels=self.tp.kernels)  # [b, s, h/t, e]
         (y,) = linear(attended.flatten(2), [self.out], self.tp, exit=self.tp.exit, biases=self.out_biases)
         return y
 

@@ -1,6 +1,6 @@
-"""The attention core: each token looks at itself and the earlier tokens of its document.
+"""The attention core: each token looks at itself and the earlier tokens of its span, such as its document.
 
-    b rows   s tokens   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
+    b rows   s queries   m keys   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
 
 Two ways to the same numbers: torch's fused kernels, and, on a CPU, where those are slow, blocks of plain matrix
 products; which of them, the kernels say (ops/kernels.py). Neither keeps anything of size s × s for backward.
@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.attention.bias import causal_lower_right
 
+from nanotron.batch import Spans
 from nanotron.ops.gemm import add_product, product
 from nanotron.ops.kernels import Kernels
 
@@ -24,66 +26,44 @@ LONG = 768
 """Tokens from which on float32 products are large enough to be made one by one, which oneDNN is best at."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor | None, *, kernels: Kernels) -> Tensor:
-    """Scaled dot-product attention of each token to itself and the earlier tokens of its document (arXiv 1706.03762).
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, *, kernels: Kernels) -> Tensor:
+    """Scaled dot-product attention of each token to the keys of its span up to itself (arXiv 1706.03762).
 
-    q [b, s, h, e]; k, v [b, s, n, e], h a multiple of n; doc_starts [b, s] or None (each row is one document).
-    In generation k and v [b, m, n, e] begin with m − s tokens of earlier calls. Returns [b, s, h, e].
+    q [b, s, h, e]; k, v [b, m, n, e], h a multiple of n; None for ``spans``: each row is one. Returns [b, s, h, e].
+    In generation k and v begin with m − s tokens of earlier calls.
     """
-    if k.shape[1] > q.shape[1]:
-        return _fused(q, k, v, _mask_with_earlier(q, k, doc_starts), is_causal=False)
-    if doc_starts is None:
+    if spans is None:
         return _attend(q, k, v, kernels)
-    if kernels != "accelerator":  # reading the boundaries costs nothing here, and saves the s × s mask
-        rows = zip(q, k, v, doc_starts, strict=True)
-        return torch.stack([_attend_documents(*row, kernels) for row in rows])
-    return _fused(q, k, v, document_mask(doc_starts), is_causal=False)
+    rows = [
+        [_attend(q[i, None, q_lo:q_hi], k[i, None, lo:hi], v[i, None, lo:hi], kernels) for q_lo, q_hi, lo, hi in row]
+        for i, row in enumerate(spans)
+    ]
+    return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
-    """Plainly causal attention over rows: q [b, s, h, e]; k, v [b, s, n, e] -> [b, s, h, e].
+    """Attention over whole spans: q [b, s, h, e]; k, v [b, m, n, e]; query i sees keys [0, m − s + i] -> [b, s, h, e].
 
-    Blocks are faster than the kernel on a CPU, but for long float32 rows without oneDNN.
+    Blocks are faster than the kernel on a CPU, but for long float32 rows without oneDNN, and for single queries.
     """
-    if kernels == "accelerator" or (kernels == "cpu" and q.dtype == torch.float32 and q.shape[1] >= LONG):
-        return _fused(q, k, v, None, is_causal=True)
+    s, m = q.shape[1], k.shape[1]
+    long_float32 = kernels == "cpu" and q.dtype == torch.float32 and s >= LONG
+    if s == 1 or kernels == "accelerator" or (long_float32 and s == m):
+        return _fused(q, k, v)
     attended: Tensor = _BlockCausal.apply(q, k, v, kernels)  # type: ignore[no-untyped-call]
     return attended
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
-    """torch's own choice of kernel: q [b, s, h, e]; k, v [b, m, n, e]; mask broadcasts to [b, h, s, m]."""
-    grouped = q.shape[2] != k.shape[2]
+def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same by torch's own choice of kernel."""
+    s, m, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
+    bias = causal_lower_right(s, m) if 1 < s < m else None
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped).transpose(
-        1, 2
-    )
-
-
-def document_mask(doc_starts: Tensor, earlier: int = 0) -> Tensor:
-    """Which keys each query sees, its own document up to itself: doc_starts [b, s] -> [b, 1, s, earlier + s]."""
-    index = torch.arange(earlier + doc_starts.shape[1], device=doc_starts.device)
-    return (index[earlier:, None] >= index) & (index >= doc_starts[:, None, :, None])
-
-
-def _mask_with_earlier(q: Tensor, k: Tensor, doc_starts: Tensor | None) -> Tensor | None:
-    """The mask for keys [b, m, n, e] that begin before the queries [b, s, h, e]; None where all see all."""
-    if doc_starts is None:
-        if q.shape[1] == 1:
-            return None
-        doc_starts = torch.zeros(q.shape[0], q.shape[1], dtype=torch.int64, device=q.device)
-    return document_mask(doc_starts, k.shape[1] - q.shape[1])
-
-
-def _attend_documents(q: Tensor, k: Tensor, v: Tensor, doc_starts: Tensor, kernels: Kernels) -> Tensor:
-    """Attention document by document in one row: q [s, h, e], k and v [s, n, e], doc_starts [s] -> [s, h, e]."""
-    starts = torch.unique_consecutive(doc_starts).tolist()
-    spans = zip(starts, [*starts[1:], q.shape[0]], strict=True)
-    return torch.cat([_attend(q[None, lo:hi], k[None, lo:hi], v[None, lo:hi], kernels)[0] for lo, hi in spans])
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=1 < s == m, enable_gqa=grouped).transpose(1, 2)
 
 
 class _BlockCausal(Function):
-    """Causal attention by blocks of queries: tokens [lo, hi) multiply with keys [0, hi) only.
+    """Causal attention by blocks of queries: tokens [lo, hi) multiply with keys [0, m − s + hi) only.
 
     The g query heads of a key/value head are one matrix, token by token, and a block is a slice of it. Backward
     computes each block's probabilities again.
@@ -93,10 +73,10 @@ class _BlockCausal(Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
         ctx.scale, ctx.q_shape, ctx.kv_shape, ctx.kernels = q.shape[-1] ** -0.5, q.shape, k.shape, kernels
         q = _heads_first(q, k.shape[2], ctx.scale)  # [b, s, h, e] -> [b·n, s·g, e]
-        k, v = (_heads_first(x, x.shape[2]) for x in (k, v))  # [b, s, n, e] -> [b·n, s, e]
+        k, v = (_heads_first(x, x.shape[2]) for x in (k, v))  # [b, m, n, e] -> [b·n, m, e]
         out = torch.empty_like(q)
         for q_, k_, v_, out_ in _parts(q, k, v, out):
-            for size, rows, keys in _blocks(q_, k_):
+            for size, rows, keys in _blocks(q_, k_, ctx.q_shape[1]):
                 probabilities = _probabilities(q_[:, rows], k_[:, keys], size, kernels)  # [.., rows, keys]
                 out_[:, rows] = _times(probabilities, v_[:, keys], kernels)
         ctx.save_for_backward(q, k, v)
@@ -110,7 +90,7 @@ class _BlockCausal(Function):
         q_grad = torch.empty_like(q)
         k_grad, v_grad = (torch.zeros_like(x, dtype=precision) for x in (k, v))  # sums over blocks
         for q_, k_, v_, grad_, q_grad_, k_grad_, v_grad_ in _parts(q, k, v, grad, q_grad, k_grad, v_grad):
-            for size, rows, keys in _blocks(q_, k_):
+            for size, rows, keys in _blocks(q_, k_, ctx.q_shape[1]):
                 probabilities = _probabilities(q_[:, rows], k_[:, keys], size, kernels)
                 _add_times(v_grad_[:, keys], probabilities, grad_[:, rows], kernels)
                 seen = _times(grad_[:, rows], v_[:, keys].transpose(1, 2), kernels)
@@ -131,13 +111,13 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(x, 1) if alone else [x] for x in tensors), strict=True)
 
 
-def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """Tokens of a block, its rows of q [.., s·g, e], and the keys that they see of k [.., s, e]."""
-    s, g = k.shape[1], q.shape[1] // k.shape[1]
-    most = 128 if s >= LONG else 32 if q.dtype == torch.float32 else 64  # by measurement
+def _blocks(q: Tensor, k: Tensor, s: int) -> Iterator[tuple[int, slice, slice]]:
+    """Tokens of a block, its rows of q [.., s·g, e], and the keys that they see of k [.., m, e]."""
+    g, m = q.shape[1] // s, k.shape[1]
+    most = 128 if m >= LONG else 32 if q.dtype == torch.float32 else 64  # by measurement
     for lo in range(0, s, most):
         hi = min(lo + most, s)
-        yield hi - lo, slice(lo * g, hi * g), slice(0, hi)
+        yield hi - lo, slice(lo * g, hi * g), slice(0, m - s + hi)
 
 
 def _heads_first(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:

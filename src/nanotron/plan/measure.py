@@ -280,7 +280,8 @@ def _message(config: Config) -> Tensor:
 
 def _batch(config: Config) -> Batch:
     shape = (config.tokens.micro_batch_size, config.tokens.sequence_length)
-    return Batch(*(torch.zeros(shape, dtype=torch.int64) for _ in range(3)))
+    tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    return Batch(tokens, labels, positions)
 
 
 def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
