@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +30,27 @@ no layer reads a boundary from a device, and no mask of all pairs of tokens exis
 def document_spans(starts: Iterable[Sequence[int]], length: int) -> Spans:
     """Of rows of ``length`` tokens whose documents begin at ``starts``; a token sees its own document up to itself."""
     return tuple(tuple(Span(lo, hi, lo, hi) for lo, hi in pairwise([*row, length])) for row in starts)
+
+
+def context_pieces(length: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+    """The tokens [lo, hi) of a row that a context-parallel rank holds: pieces rank and 2·ranks−1−rank of 2·ranks."""
+    size = length // (2 * ranks)
+    return [(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank)]
+
+
+def context_spans(spans: Spans, pieces: Sequence[tuple[int, int]]) -> Spans:
+    """The spans of the queries in these pieces of each row: queries count in the pieces, keys in the whole row."""
+    return tuple(tuple(_in_pieces(row, pieces)) for row in spans)
+
+
+def _in_pieces(row: Iterable[Span], pieces: Sequence[tuple[int, int]]) -> Iterator[Span]:
+    start = 0
+    for lo, hi in pieces:
+        for span in row:
+            first, last = max(lo, span.q_lo), min(hi, span.q_hi)
+            if first < last:
+                yield Span(start + first - lo, start + last - lo, span.k_lo, span.k_hi - span.q_hi + last)
+        start += hi - lo
 
 
 class Batch(NamedTuple):

@@ -238,9 +238,9 @@ def test_a_script_may_pass_keys_without_effect_and_is_stopped_by_refused_ones() 
         hidden_size=16, num_hidden_layers=2, num_attention_heads=4, use_cache=False, moe_config=None, no_rope_layer=None
     )
     assert not hasattr(model, "use_cache")
-    assert ParallelismArgs(2, context_parallel_size=1).dp == 2  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="context_parallel_size: 2 is refused: sequences are not cut over ranks"):
-        ParallelismArgs(context_parallel_size=2)  # type: ignore[call-arg]
+    assert ParallelismArgs(2, expert_parallel_size=1).dp == 2  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="expert_parallel_size: 2 is refused: there are no expert layers"):
+        ParallelismArgs(expert_parallel_size=2)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="SpectralMupInit is refused: spectral muP's initial weights"):
         SpectralMupInit(use_mup=True)
     with pytest.raises(ConfigError, match="config:1: lighteval: a mapping is refused: evaluations are not started"):

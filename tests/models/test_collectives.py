@@ -25,7 +25,7 @@ from nanotron.parallel.mesh import Mesh
 from tests.pool import Pool
 
 SHAPE = (4, 6, 12)  # every dim divides by 1 and 2; the last two also by 3
-TWO_AXES = {"dp": 2, "tp": {"tp_kv": 1, "tp_rep": 2}}
+TWO_AXES = {"cp": 2, "tp": {"tp_kv": 1, "tp_rep": 2}}
 
 
 def drawn(key: int, shape: tuple[int, ...] = SHAPE) -> Tensor:
@@ -120,7 +120,7 @@ def errors_with_fault(rank: int, world: int, fault: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("axes", "axis"), [({"tp": 2}, "tp"), (TWO_AXES, "tp"), (TWO_AXES, "dp"), (TWO_AXES, "tp_rep")]
+    ("axes", "axis"), [({"tp": 2}, "tp"), (TWO_AXES, "tp"), (TWO_AXES, "cp"), (TWO_AXES, "tp_rep")]
 )
 def test_a_collective_and_its_backward_equal_the_dense_reference(pool: Pool, axes: Any, axis: str, dim: int) -> None:
     world = Mesh(axes).world
@@ -153,7 +153,7 @@ def test_a_wrong_backward_is_seen(pool: Pool, fault: str) -> None:
 def flat_buffers(rank: int, world: int) -> None:
     mesh = Mesh({"dp": world}, rank)
     mesh.create_groups()
-    group = mesh.group("dp")
+    group = mesh.group("dp", purpose="gradients")
     length = 5
     flats = [drawn(r, (world * length,)) for r in range(world)]
     total = sum(flats, torch.zeros(()))

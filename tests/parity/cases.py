@@ -37,6 +37,8 @@ class Case:
     compile: bool = False
     pp_layers: tuple[int, ...] | None = None
     loss_chunk: int | None = None
+    cp: int = 1
+    cp_mode: str = "ALL_GATHER"
     # ---------------------------------------------------------------------------
     tied: bool = False
     family: str = "llama"
@@ -46,10 +48,11 @@ class Case:
     dtype: str = "float32"
     accumulate_in_fp32: bool = True
     steps: int = STEPS
+    length: int = 32  # of a sequence
 
     @property
     def world(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     @property
     def micro_batch_size(self) -> int:
@@ -69,8 +72,9 @@ class Case:
 
     def __str__(self) -> str:
         """The layout as dp-tp-pp digits and whatever differs from the default, short enough for a test's name."""
-        named = {"dp", "tp", "pp", "schedule", "tp_mode", "zero_stage", "tied", "dtype"}
-        words = [f"{self.dp}{self.tp}{self.pp}", self.schedule if self.pp > 1 else ""]
+        named = {"dp", "cp", "tp", "pp", "schedule", "tp_mode", "zero_stage", "tied", "dtype"}
+        words = [f"{self.dp}{self.tp}{self.pp}", f"cp{self.cp}" if self.cp > 1 else ""]
+        words += [self.schedule if self.pp > 1 else ""]
         words += [{"ALL_REDUCE": "ar", "REDUCE_SCATTER": "rs"}[self.tp_mode] if self.tp > 1 else ""]
         words += [f"zero{self.zero_stage}" if self.dp > 1 else "", "tied" if self.tied else "", self.dtype]
         for field in fields(self):
@@ -169,6 +173,27 @@ def named_cases() -> list[Case]:
         Case(tp=2, pp=2, tied=True, loss_chunk=7, z_loss=True, tp_mode="REDUCE_SCATTER", dtype="float64"),
     ]
     return cases
+
+
+def context_cases() -> list[Case]:
+    """Sequences cut over ranks: in both modes, with documents, beside every other axis, and with what saves memory."""
+    exchanged = {"cp_mode": "ALL_TO_ALL"}
+    return [
+        Case(cp=2),
+        Case(cp=2, dtype="float64", documents=True),
+        Case(cp=3, length=48, documents=True),
+        Case(cp=4, dtype="float64", family="qwen3"),
+        Case(cp=2, **exchanged),
+        Case(cp=2, **exchanged, documents=True, dtype="float64", family="qwen2"),
+        Case(cp=2, dp=2, zero_stage=1, dtype="float64"),
+        Case(cp=2, dp=2, documents=True),
+        Case(cp=2, tp=2, tp_mode="REDUCE_SCATTER", recompute_layer=True, documents=True, dtype="float64"),
+        Case(cp=2, tp=4, loss_chunk=7, z_loss=True),  # more tp ranks than key/value heads
+        Case(cp=2, pp=2, schedule="zb_h1", tied=True, zero_stage=1, dtype="float64"),
+        Case(cp=2, pp=2, schedule="zbv", documents=True),
+        Case(cp=2, tp=2, pp=2, schedule="interleaved_1f1b", rows=6, zero_stage=1, tp_mode="REDUCE_SCATTER"),
+        Case(cp=2, dp=2, pp=2, schedule="afab", **exchanged, zero_stage=1, recompute_layer=True),
+    ]
 
 
 def compiled_cases() -> list[Case]:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch, document_spans
 from nanotron.config import Config, get_config_from_dict
+from nanotron.data.context import ContextCut
 from nanotron.data.feed import Feed
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box
@@ -57,6 +59,8 @@ def config_of(case: Case) -> Config:
                 "dp": case.dp,
                 "tp": case.tp,
                 "pp": case.pp,
+                "context_parallel_size": case.cp,
+                "cp_mode": case.cp_mode,
                 "pp_engine": case.schedule,
                 "tp_mode": case.tp_mode,
                 "recompute_layer": case.recompute_layer,
@@ -88,7 +92,7 @@ def config_of(case: Case) -> Config:
                 "learning_rate_scheduler": {"learning_rate": 3e-3, "lr_warmup_steps": 4},
             },
             "tokens": {
-                "sequence_length": 32,
+                "sequence_length": case.length,
                 "micro_batch_size": case.micro_batch_size,
                 "batch_accumulation_per_replica": case.accumulation,
                 "train_steps": case.steps,
@@ -96,6 +100,17 @@ def config_of(case: Case) -> Config:
             "data_stages": [{"name": "random", "start_training_step": 1, "data": {"dataset": None}}],
         }
     )
+
+
+def microbatches_of(feed: Feed, update: int, case: Case, mesh: Mesh) -> list[Batch]:
+    """A step's microbatches as walks, of which a context-parallel rank holds its part."""
+    return [cut(to_walk(batch, case), case, mesh) for batch in feed.step(update).microbatches]
+
+
+def feed_of(config: Config, mesh: Mesh) -> Feed:
+    """The replica's whole rows."""
+    whole = Mesh({"dp": mesh.num_replicas}, mesh.replica)
+    return Feed(config, whole, device=torch.device("cpu"))
 
 
 def to_walk(batch: Batch, case: Case) -> Batch:
@@ -115,6 +130,14 @@ def to_walk(batch: Batch, case: Case) -> Batch:
     return Batch(tokens, labels, index - doc_starts, spans)
 
 
+def cut(batch: Batch, case: Case, mesh: Mesh) -> Batch:
+    """The part of each row that this rank holds."""
+    rows = [[span.q_lo for span in row for _ in range(span.q_lo, span.q_hi)] for row in batch.spans or ()]
+    held, spans = ContextCut(mesh, case.cp_mode).of(batch.tokens.shape, np.array(rows) if rows else None)
+    tokens, labels, positions = (part[:, held].contiguous() for part in batch[:3])
+    return Batch(tokens, labels, positions, spans)
+
+
 def train(rank: int, world: int, case: Case) -> Trained:
     """This rank's part of the case."""
     torch.use_deterministic_algorithms(True)  # which also fills new tensors with nan: reading one would show
@@ -122,13 +145,12 @@ def train(rank: int, world: int, case: Case) -> Trained:
     mesh = Mesh(mesh_axes(config), rank)
     assert mesh.world == world
     training = prepare(config, mesh)
-    feed = Feed(config, mesh, device=torch.device("cpu"))
+    feed = feed_of(config, mesh)
     first_grads: list[Piece] = []
     capture_before_update(training, first_grads)
     outcomes = []
     for update in range(1, case.steps + 1):
-        microbatches = [to_walk(batch, case) for batch in feed.step(update).microbatches]
-        outcomes.append(training.step(update, microbatches).read())
+        outcomes.append(training.step(update, microbatches_of(feed, update, case, mesh)).read())
     feed.close()
     torch.use_deterministic_algorithms(False)  # the process serves other tests too
     weights = [

@@ -16,6 +16,7 @@ from tests.parity.cases import (
     FIRST_STEPS,
     STEPS,
     Case,
+    context_cases,
     covering_cases,
     named_cases,
     pairs_of,
@@ -60,7 +61,10 @@ def test_one_device_learns_so_that_later_steps_depend_on_earlier_updates(
     assert losses[-1] < losses[0] - learnt
 
 
-@pytest.mark.parametrize("case", [*covering_cases(), *named_cases(), *schedule_cases(list(SCHEDULE_NAMES))], ids=str)
+CASES = [*covering_cases(), *named_cases(), *context_cases(), *schedule_cases(list(SCHEDULE_NAMES))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_layout_has_the_losses_norms_and_gradients_of_one_device(
     pool: Pool, references: References, case: Case
 ) -> None:

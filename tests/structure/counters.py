@@ -13,6 +13,7 @@ KINDS = {  # operator -> (our word, which argument is the group)
     "allreduce_": ("all_reduce", 1),
     "_allgather_base_": ("all_gather", 2),
     "_reduce_scatter_base_": ("reduce_scatter", 2),
+    "alltoall_base_": ("all_to_all", 2),
     "send": ("send", 1),
 }
 

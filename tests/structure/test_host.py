@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanotron.batch import Batch
+from nanotron.batch import Batch, document_spans
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes
@@ -63,7 +63,8 @@ def batches(case: Case, device: str) -> list[Batch]:
     shape = case.micro_batch_size, 32
     ids = torch.zeros(shape, dtype=torch.int64, device=device)
     positions = torch.arange(32, device=device).expand(shape)
-    return [Batch(ids, ids, positions, ids if case.documents else None)] * case.accumulation
+    spans = document_spans([[0, 5, 20]] * case.micro_batch_size, 32) if case.documents else None
+    return [Batch(ids, ids, positions, spans)] * case.accumulation
 
 
 @pytest.mark.parametrize(

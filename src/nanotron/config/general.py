@@ -69,6 +69,13 @@ class ParallelismArgs:
     tp_recompute_allgather: bool = key(
         True, "Under REDUCE_SCATTER, gather a linear layer's input again in the backward pass instead of keeping it."
     )
+    context_parallel_size: Int = key(
+        1, "Ranks that share every sequence, each with two pieces of it (context parallelism).", gt=0
+    )
+    cp_mode: Upper[Literal["ALL_GATHER", "ALL_TO_ALL"]] = key(
+        "ALL_GATHER",
+        "How attention sees sequences that are cut: ALL_GATHER gathers keys and values, ALL_TO_ALL cuts heads instead.",
+    )
     pp_layers: list[Int] | None = key(
         None,
         "Layers of each pipeline stage, first to last, e.g. [5, 7].",
@@ -84,7 +91,7 @@ class ParallelismArgs:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.context_parallel_size * self.tp * self.pp
 
     @property
     def sequence_parallel(self) -> bool:

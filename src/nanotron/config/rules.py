@@ -121,19 +121,34 @@ def _every_rank_has_tokens(config: Config) -> Findings:
         yield "parallelism.tp", f"{config.parallelism.tp} ranks cannot share vocab_size={size}; use at most {size}"
 
 
-@rule("parallelism.tp_mode", "parallelism.tp", SEQUENCE, STAGE_SEQUENCES)
-def _sequences_divide_by_tp(config: Config) -> Findings:
-    tp = config.parallelism.tp
-    if not config.parallelism.sequence_parallel:
-        return
+@rule("parallelism.tp_mode", "parallelism.tp", "parallelism.context_parallel_size", SEQUENCE, STAGE_SEQUENCES)
+def _sequences_divide_by_their_ranks(config: Config) -> Findings:
+    """Over cp a sequence is cut into two pieces for each rank; over tp, under REDUCE_SCATTER, what a rank holds."""
+    layout, why = config.parallelism, []
+    cp, tp = layout.context_parallel_size, layout.tp if layout.sequence_parallel else 1
+    if cp > 1:
+        why.append(f"parallelism.context_parallel_size={cp} cuts it into {2 * cp} pieces")
+    if tp > 1:
+        why.append(f"tp_mode: REDUCE_SCATTER cuts what a rank holds over parallelism.tp={tp}")
+    unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
     for key, length in _sequence_lengths(config):
-        if length % tp:
-            nearest = max(tp, round(length / tp) * tp)
-            yield (
-                key,
-                f"{length} is not a multiple of parallelism.tp={tp}, which tp_mode: REDUCE_SCATTER needs;"
-                f" the nearest is {nearest}",
-            )
+        if length % unit:
+            nearest = max(unit, round(length / unit) * unit)
+            yield key, f"{length} is not a multiple of {unit}: {' and '.join(why)}; the nearest is {nearest}"
+
+
+@rule("parallelism.cp_mode", "parallelism.context_parallel_size", "parallelism.tp", KV_HEADS)
+def _heads_divide_by_cp(config: Config) -> Findings:
+    layout, kv_heads = config.parallelism, config.model.model_config.num_key_value_heads
+    cp, tp = layout.context_parallel_size, layout.tp
+    if cp > 1 and layout.cp_mode == "ALL_TO_ALL" and (kv_heads % tp or kv_heads // tp % cp):
+        legal = [size for size in divisors(kv_heads // tp) if size > 1] if kv_heads % tp == 0 else []
+        fix = f"context_parallel_size: {listed(legal)}, or " if legal else ""
+        yield (
+            "parallelism.cp_mode",
+            f"ALL_TO_ALL cuts a rank's key and value heads over context_parallel_size={cp}, but {KV_HEADS}={kv_heads}"
+            f" over tp={tp} does not divide by it; use {fix}ALL_GATHER",
+        )
 
 
 def _sequence_lengths(config: Config) -> Iterator[tuple[str, int]]:

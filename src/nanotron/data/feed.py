@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanotron.batch import Batch, document_spans
+from nanotron.batch import Batch
 from nanotron.data.collate import Rows, collate
+from nanotron.data.context import ContextCut
 from nanotron.data.open_stages import ScheduledStage, build_stages
 from nanotron.data.order.stage import StreamStage
 from nanotron.data.order.windows import Window, empty_window
@@ -87,6 +88,7 @@ class Feed:
         self._first_row = mesh.replica * replica_batch
         self._global_batch = mesh.num_replicas * replica_batch
         self._validation_batches = config.tokens.limit_val_batches
+        self._cut = ContextCut(mesh, config.parallelism.cp_mode)
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
         self._stages = build_stages(config)
         self._check_sizes()
@@ -272,11 +274,10 @@ class Feed:
         return [collate(part, document_masking=self._document_masking) for part in parts]
 
     def _batch(self, rows: Rows) -> Batch:
-        spans = None
-        if rows.doc_starts is not None:
-            starts = [np.unique(row).tolist() for row in rows.doc_starts]
-            spans = document_spans(starts, rows.tokens.shape[1])
-        return Batch(self._tensor(rows.tokens), self._tensor(rows.labels), self._tensor(rows.positions), spans)
+        """The microbatch on the device: what this rank holds of each row, and which tokens it sees of the whole."""
+        held, spans = self._cut.of(rows.tokens.shape, rows.doc_starts)
+        tokens, labels, positions = (self._tensor(part[:, held]) for part in rows[:3])
+        return Batch(tokens, labels, positions, spans)
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         tensor = torch.from_numpy(array)

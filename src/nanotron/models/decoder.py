@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -20,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from nanotron.batch import Batch, Spans
 from nanotron.models.cache import LayerCache
 from nanotron.models.specs import EMBED, FINAL_NORM, StageModules, dense_layers, head_name
-from nanotron.ops.attention import causal_attention
 from nanotron.ops.chunk import Hooks
+from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.cross_entropy import cross_entropy
 from nanotron.ops.embedding import embedding
 from nanotron.ops.fused import Fuse, add_and_norm, as_written, queries_and_keys, rms_norm, swiglu
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig
 
 Make = Callable[[str], nn.Parameter]
+Attend = Callable[[Tensor, Tensor, Tensor, "Spans | None"], Tensor]
+"""(q, k, v, spans) -> attended values."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class ChunkOptions:
     """Tokens of a row whose logits exist at once; None: all."""
     fuse: Fuse = as_written
     """How elementwise work runs."""
+    context_mode: ContextMode = "ALL_GATHER"
+    """How queries and keys come together where rows are cut over cp."""
     kernels: Kernels | None = None
     """Who multiplies and attends; None: what is fastest on the device."""
 
@@ -109,10 +114,12 @@ class DecoderChunk(nn.Module):
                     self.weights[name] = nn.Parameter(weight)
             return self.weights[name]
 
+        attend = partial(context_attention, mesh=mesh, mode=options.context_mode, kernels=self.tp.kernels)
         kinds = kinds or dense_layers(config)
         self.embed = make(EMBED) if modules.embed else None
         self.layers = nn.ModuleList(
-            Block(config, make, f"layers.{i}", self.tp, options.fuse, self.mlps[kinds[i]]) for i in modules.layers
+            Block(config, make, f"layers.{i}", self.tp, options.fuse, attend, self.mlps[kinds[i]])
+            for i in modules.layers
         )
         self.norm = make(FINAL_NORM) if modules.head else None
         self.head = make(head_name(config)) if modules.head else None
@@ -220,12 +227,13 @@ class Block(nn.Module):
         name: str,
         tp: TensorParallel,
         fuse: Fuse,
+        attend: Attend,
         mlp: Callable[..., nn.Module],
     ) -> None:
         super().__init__()
         self.name, self.eps, self.fuse = name, config.rms_norm_eps, fuse
         self.attn_norm = make(f"{name}.attn_norm.weight")
-        self.attn = Attention(config, make, f"{name}.attn", tp, fuse)
+        self.attn = Attention(config, make, f"{name}.attn", tp, fuse, attend)
         self.mlp_norm = make(f"{name}.mlp_norm.weight")
         self.mlp = mlp(make, f"{name}.mlp", tp, fuse)
 
@@ -238,9 +246,17 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention over this rank's heads (arXiv 2305.13245)."""
 
-    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
+    def __init__(
+        self, config: ModelConfig, make: Make, name: str, tp: TensorParallel, fuse: Fuse, attend: Attend
+    ) -> None:
         super().__init__()
-        self.tp, self.eps, self.head_dim, self.fuse = tp, config.rms_norm_eps, config.head_dim, fuse
+        self.tp, self.eps, self.head_dim, self.fuse, self.attend = (
+            tp,
+            config.rms_norm_eps,
+            config.head_dim,
+            fuse,
+            attend,
+        )
         self.q, self.kv = make(f"{name}.q.weight"), make(f"{name}.kv.weight")
         self.qkv_biases = [make(f"{name}.q.bias"), make(f"{name}.kv.bias")] if config.qkv_bias else []
         self.q_norm = make(f"{name}.q_norm.weight") if config.qk_norm else None
@@ -257,7 +273,7 @@ class Attention(nn.Module):
         )
         if cache is not None:
             k, v = cache.append(k, v)  # [b, s, kv/t, e] -> [b, n, kv/t, e], the earlier tokens' first
-        attended = causal_attention(q, k, v, spans, kernels=self.tp.kernels)  # [b, s, h/t, e]
+        attended = self.attend(q, k, v, spans)  # [b, s, h/t, e]
         (y,) = linear(attended.flatten(2), [self.out], self.tp, exit=self.tp.exit, biases=self.out_biases)
         return y
 

@@ -5,8 +5,9 @@
     sum_from(x, axis)           all-reduce        identity          identity
     gather(x, axis, dim)        all-gather        reduce-scatter    identity
     scatter_sum(x, axis, dim)   reduce-scatter    all-gather        identity
+    exchange(x, axis, …)        all-to-all        all-to-all        identity
 
-The four come in conjugate pairs: a column-cut matmul enters by ``copy_to`` (or ``gather``) and the row-cut one after
+The first four are conjugate pairs: a column-cut matmul enters by ``copy_to`` (or ``gather``) and the row-cut one after
 it leaves by ``sum_from`` (or ``scatter_sum``). All reductions are sums. Below them stand the plain operations that they
 are made of, without autograd; the optimizer and ``layers.linear`` use those. Transfers between pipeline stages are the
 pipeline engine's.
@@ -61,6 +62,14 @@ def scatter_sum(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     return x if mesh.size(axis) == 1 else _apply(_ScatterSum, x, mesh.group(axis), dim)
 
 
+def exchange(x: Tensor, mesh: Mesh, axis: str, *, split: int, join: int) -> Tensor:
+    """Cut dim ``split`` over the ranks, and join along dim ``join`` what they cut. Forward: all-to-all; backward: back.
+
+    x [.., n·l, .., m, ..] -> [.., l, .., n·m, ..] with n ranks; the size of ``split`` divides by n.
+    """
+    return x if mesh.size(axis) == 1 else _apply(_Exchange, x, mesh.group(axis), split, join)
+
+
 class _CopyTo(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -104,6 +113,17 @@ class _ScatterSum(Function):
         return all_gather(grad, ctx.group, ctx.dim), None, None
 
 
+class _Exchange(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, split: int, join: int) -> Tensor:
+        ctx.group, ctx.split, ctx.join = group, split, join
+        return all_to_all(x, group, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all(grad, ctx.group, ctx.join, ctx.split), None, None, None
+
+
 def _apply(function: type[Function], *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
@@ -132,6 +152,16 @@ def all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
 def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of x over the group; x itself when group is None."""
     return begin_reduce_scatter(x, group, dim)()
+
+
+def all_to_all(x: Tensor, group: ProcessGroup, split: int, join: int) -> Tensor:
+    """Send part i of dim ``split`` to rank i, and concatenate what the ranks sent along dim ``join``."""
+    n = dist.get_world_size(group)
+    assert x.shape[split] % n == 0, f"dim {split} of {tuple(x.shape)} does not divide by {n} ranks"
+    parts = torch.stack(x.chunk(n, split))  # [n, .., l, .., m, ..]
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return torch.cat(received.unbind(), join)
 
 
 # --------------------------------------------------------- begun now, awaited later

@@ -39,13 +39,15 @@ DATA_AXES = ("dp", "cp")
 """Axes whose ranks see different tokens: gradients are summed over them."""
 
 
-def training_axes(*, dp: int, tp: int, pp: int, num_key_value_heads: int) -> dict[str, int | dict[str, int]]:
+def training_axes(
+    *, dp: int, tp: int, pp: int, num_key_value_heads: int, cp: int = 1
+) -> dict[str, int | dict[str, int]]:
     """The axes of a training run. With more tp ranks than key/value heads, tp_rep ranks share each head.
 
     Legal when num_key_value_heads % tp == 0 (tp_rep = 1) or tp % num_key_value_heads == 0 (checked with the config).
     """
     tp_kv = min(tp, num_key_value_heads)
-    return {"pp": pp, "dp": dp, "cp": 1, "tp": {"tp_kv": tp_kv, "tp_rep": tp // tp_kv}}
+    return {"pp": pp, "dp": dp, "cp": cp, "tp": {"tp_kv": tp_kv, "tp_rep": tp // tp_kv}}
 
 
 class Mesh:

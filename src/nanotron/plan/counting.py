@@ -22,6 +22,7 @@ COLLECTIVES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
 }
 _MATMULS = {"mm", "addmm", "addmm_", "bmm"}
 _ATTENTION = {

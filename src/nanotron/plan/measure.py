@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from nanotron.batch import Batch
+from nanotron.data.context import ContextCut
 from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.families import family_of
 from nanotron.models.specs import StageModules, loss_names
@@ -25,6 +26,7 @@ from nanotron.ops.fused import as_written
 from nanotron.ops.kernels import Kernels
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import Optimizer
+from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting, Work
 from nanotron.plan.fakes import FakeMesh, counting, on_accelerator
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
@@ -128,7 +130,7 @@ class Measurements:
         key = (
             (repr(config.model), _kinds(config, held), held[1:], config.optimizer.accumulate_grad_in_fp32),
             (layout.tp, layout.tp_mode, layout.recompute_layer, layout.tp_recompute_allgather),
-            (tokens.micro_batch_size, tokens.sequence_length),
+            (tokens.micro_batch_size, tokens.sequence_length, layout.context_parallel_size, layout.cp_mode),
         )
         if key not in self._chunks:
             self._chunks[key] = measure_chunk(config, held, self._kernels)
@@ -139,7 +141,14 @@ class Measurements:
         key = (
             (repr(config.model), tuple((_kinds(config, modules), modules[1:]) for modules in held)),
             (repr(config.optimizer), config.tokens.sequence_length),
-            (layout.dp, layout.tp, layout.tp_mode, bool(tied_stages(config)), config.model.ddp_bucket_cap_mb),
+            (
+                layout.dp,
+                layout.context_parallel_size,
+                layout.tp,
+                layout.tp_mode,
+                bool(tied_stages(config)),
+                config.model.ddp_bucket_cap_mb,
+            ),
         )
         if key not in self._states:
             self._states[key] = measure_state(config, rank, held)
@@ -181,9 +190,9 @@ def extended(found: Counts, few: Counts, one_more: Counts, layers: int) -> Count
 
 def measure_chunk(config: Config, held: StageModules, kernels: Kernels) -> ChunkCounts:
     """Run F, B and W, then F and a B that includes W, of one microbatch in one chunk."""
-    tp = mesh_axes(config)["tp"]
+    axes = mesh_axes(config)
     with counting() as counter:
-        mesh = FakeMesh({"tp": tp}, config.parallelism.tp - 1)
+        mesh = FakeMesh({"cp": axes["cp"], "tp": axes["tp"]}, config.parallelism.tp - 1)
         (chunk,) = build_chunks(config, mesh, [held], _options(config, kernels))
         buckets = build_buckets(config, mesh, [chunk])
         batch = _batch(config)
@@ -227,7 +236,7 @@ def _run(
     counter: Counting, config: Config, chunk: DecoderChunk, buckets: Buckets, batch: Batch, *, defer: bool
 ) -> _Pass:
     """One microbatch through a chunk, holding and dropping tensors where the pipeline's engine does."""
-    buckets.start(1, config.tokens.sequence_length)
+    buckets.start(1, _length(config))
     before = counter.alive
     message = _message(config)
     message_bytes = message.numel() * message.element_size()
@@ -263,7 +272,7 @@ def _run(
 
 def _assert_no_scores(counter: Counting, config: Config) -> None:
     """Nothing of size s × s per head may be kept for backward: memory must grow with s, not with its square."""
-    rows, s = config.tokens.micro_batch_size, config.tokens.sequence_length
+    rows, s = config.tokens.micro_batch_size, _length(config)
     if s == config.model.model_config.head_dim:
         return  # then every head's vectors have that shape
     for shape in counter.shapes_alive():
@@ -271,17 +280,25 @@ def _assert_no_scores(counter: Counting, config: Config) -> None:
 
 
 def _message(config: Config) -> Tensor:
-    """Activations between stages: [b, s, d], or [b, s/t, d] under sequence parallelism."""
-    tokens, layout = config.tokens, config.parallelism
-    s = tokens.sequence_length // (layout.tp if layout.sequence_parallel else 1)
+    """Activations between stages: [b, s, d], or [b, s/t, d] under sequence parallelism; s is of this rank's tokens."""
+    layout = config.parallelism
+    s = _length(config) // (layout.tp if layout.sequence_parallel else 1)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    return torch.empty(tokens.micro_batch_size, s, config.model.model_config.hidden_size, dtype=dtype)
+    return torch.empty(config.tokens.micro_batch_size, s, config.model.model_config.hidden_size, dtype=dtype)
+
+
+def _length(config: Config) -> int:
+    """Tokens of each row that a rank holds."""
+    return config.tokens.sequence_length // config.parallelism.context_parallel_size
 
 
 def _batch(config: Config) -> Batch:
-    shape = (config.tokens.micro_batch_size, config.tokens.sequence_length)
-    tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-    return Batch(tokens, labels, positions)
+    """A microbatch of whole documents; context-parallel ranks have equal work, so it is the first one's."""
+    layout, rows = config.parallelism, config.tokens.micro_batch_size
+    mesh = Mesh({"cp": layout.context_parallel_size})
+    _, spans = ContextCut(mesh, layout.cp_mode).of((rows, config.tokens.sequence_length), None)
+    tokens, labels, positions = (torch.zeros(rows, _length(config), dtype=torch.int64) for _ in range(3))
+    return Batch(tokens, labels, positions, spans)
 
 
 def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
@@ -315,7 +332,7 @@ def _update(
     config: Config, mesh: FakeMesh, chunks: Sequence[DecoderChunk], buckets: Buckets, optimizer: Optimizer
 ) -> None:
     """What `Training.step` does besides forward and backward."""
-    length = config.tokens.sequence_length
+    length = _length(config)
     num_targets = begin_to_count_targets([_batch(config)], mesh)()
     buckets.start(1, length)
     for chunk in reversed(chunks):

@@ -45,8 +45,8 @@ def rank_memory(
     walk = _Walk(schedule, rank, chunks)
     for step in program:
         walk.take(step)
-    tokens = config.tokens
-    batch = 3 * 8 * tokens.micro_batch_size * tokens.batch_accumulation_per_replica * tokens.sequence_length
+    tokens, length = config.tokens, config.tokens.sequence_length // config.parallelism.context_parallel_size
+    batch = 3 * 8 * tokens.micro_batch_size * tokens.batch_accumulation_per_replica * length
     return RankMemory(
         parameters=state.parameters,
         gradients=state.gradients,

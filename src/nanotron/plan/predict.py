@@ -161,13 +161,13 @@ class Planner:
     def _state(
         self, config: Config, pp_rank: int, held: Sequence[StageModules], every_layer: bool = False
     ) -> StateCounts:
-        layout = config.parallelism
-        last_tp = pp_rank * layout.dp * layout.tp + layout.tp - 1  # the shard with the most rows of the vocabulary
+        layout = config.parallelism  # of the tp ranks the last: its shard has the most rows of the vocabulary
+        last_tp = pp_rank * (layout.world_size // layout.pp) + layout.tp - 1
         return self._measurements.state(config, last_tp, held, every_layer=every_layer)
 
     def _timeline(self, config: Config, schedule: Schedule, chunks: Sequence[Sequence[ChunkCounts]]) -> Timeline:
         """The pipeline's clockwork with the predicted time of every F, B and W."""
-        peak, stride = self.cluster.peak_flops(config), config.parallelism.dp * config.parallelism.tp
+        peak, stride = self.cluster.peak_flops(config), config.parallelism.world_size // config.parallelism.pp
         seconds = {
             (kind, schedule.placement(rank, index)): self._seconds(config, work, peak)
             for rank, held in enumerate(chunks)

@@ -33,6 +33,7 @@ def chunk_options(config: Config, device: torch.device | str) -> ChunkOptions:
         recompute_allgather=layout.tp_recompute_allgather,
         overlap=bool(layout.tp_linear_async_communication),
         loss_chunk=config.model.loss_chunk,
+        context_mode=layout.cp_mode,
         fuse=fused if config.model.compile else as_written,
     )
 

@@ -73,7 +73,8 @@ class Details:
     @contextmanager
     def watching(self, microbatches: Sequence[Batch]) -> Iterator[None]:
         """Around the forward and backward of all microbatches."""
-        self._tokens = sum(batch.tokens.numel() for batch in microbatches) * self._mesh.num_replicas
+        parts = len(self._mesh.ranks_along(*self._mesh.data_parts))  # of the global batch, equal ones
+        self._tokens = sum(batch.tokens.numel() for batch in microbatches) * parts
         with ExitStack() as around:
             for chunk in self._chunks:
                 around.enter_context(chunk.hooks.measuring())

@@ -26,7 +26,8 @@ def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
     """The axes of the run's mesh."""
     layout = config.parallelism
     kv_heads = config.model.model_config.num_key_value_heads
-    return training_axes(dp=layout.dp, tp=layout.tp, pp=layout.pp, num_key_value_heads=kv_heads)
+    sizes = {"dp": layout.dp, "cp": layout.context_parallel_size, "tp": layout.tp, "pp": layout.pp}
+    return training_axes(**sizes, num_key_value_heads=kv_heads)
 
 
 def pipeline_schedule(config: Config) -> Schedule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import model_validator
@@ -19,11 +19,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Retired:
-    """A key that does nothing here, with the reason; a `refused` one may only be null or one of `allowed`."""
+    """A key that does nothing here, with the reason; a `refused` one may only be null or one of `allowed`.
+
+    `instead`: values, all of them allowed, that ask for what is done here in another way, which a notice says.
+    """
 
     reason: str
     refused: bool = False
     allowed: tuple[Any, ...] = ()
+    instead: Mapping[str, str] = field(default_factory=dict)
+
+    def notice(self, value: Any) -> str:
+        """Say what becomes of a legal value that asks for something; empty where there is nothing to say."""
+        if value is None or not self.refused:
+            return "" if value is None else f"no effect: {self.reason}"
+        return self.instead.get(str(value).lower(), "")
 
     def problem(self, value: Any) -> str:
         """Say what is wrong with a value; empty where it is legal."""
@@ -88,6 +98,7 @@ def retired_of(cls: type[Any]) -> Mapping[str, Retired]:
 
 
 _KERNELS = no_effect("which kernel runs is decided by what the device offers; results are the same")
+_RING = ("ring", "ring_flash_triton", "llama3_ring_attention")
 _S5CMD = no_effect("s5cmd is not used")
 _MUP = "spectral muP's initial weights and learning rates per layer are not available; use init_method: {std: 0.02}"
 
@@ -108,9 +119,6 @@ GENERAL = {
 }
 PARALLELISM = {
     "expert_parallel_size": refused("there are no expert layers; leave it at 1", 1),
-    "context_parallel_size": refused(
-        "sequences are not cut over ranks; use tp with tp_mode: REDUCE_SCATTER to save activation memory", 1
-    ),
     "moe_layer_recompute": no_effect("there are no expert layers; recompute_layer covers every layer"),
 }
 MODEL = {"make_vocab_size_divisible_by": no_effect("the vocabulary is never padded: its shards may be uneven")}
@@ -121,10 +129,12 @@ MODEL_CONFIG = {
     "initializer_range": no_effect("model.init_method.std is the one that counts"),
     "pretraining_tp": no_effect("nothing depends on it"),
     "use_cache": no_effect("training keeps no cache"),
-    "_attn_implementation": refused(
+    "_attn_implementation": Retired(
         "attention runs through torch's scaled_dot_product_attention, which picks flash attention where it can;"
         " use sdpa",
-        *("sdpa", "flash_attention_2"),
+        True,
+        ("sdpa", "flash_attention_2", *_RING),
+        dict.fromkeys(_RING, "sequences are cut by parallelism.context_parallel_size, and no ring passes them on"),
     ),
     "_fused_rotary_emb": _KERNELS,
     "_fused_rms_norm": _KERNELS,
@@ -134,7 +144,7 @@ MODEL_CONFIG = {
         "use _use_doc_masking: true for document masks; sliding windows are not available",
     ),
     "no_rope_layer": refused("every layer has rotary positions"),
-    "ring_attn_heads_k_stride": refused("sequences are not cut over ranks"),
+    "ring_attn_heads_k_stride": no_effect("keys and values of all heads are gathered at once"),
     "is_starcoder2_config": refused(
         "the Starcoder2 family is not available; use is_llama_config, is_mistral_config, is_qwen2_config or"
         " is_qwen3_config",

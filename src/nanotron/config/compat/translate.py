@@ -23,8 +23,8 @@ def translate(document: Document) -> list[Problem]:
         value = holder.pop(path[-1])
         if problem := key.problem(value):
             document.report(path, problem)
-        elif value is not None and not key.refused:
-            notices.append(Problem(path, f"no effect: {key.reason}", document.place_of(path)))
+        elif notice := key.notice(value):
+            notices.append(Problem(path, notice, document.place_of(path)))
     return notices
 
 

@@ -1,0 +1,88 @@
+"""Attention over sequences that are cut over the context-parallel ranks.
+
+    b rows   s tokens of a whole row   c context-parallel ranks   h query heads   n key/value heads   e head dim
+
+A rank holds pieces r and 2c−1−r of the 2c that a row is cut into, an early one and a late one, so that causal attention
+is equal work for all; elsewhere in the model a token needs no other. Two ways to bring queries and keys together:
+
+    ALL_GATHER   every rank gathers all keys and values and attends with its own queries; for any number of heads
+    ALL_TO_ALL   meanwhile heads are cut, not the sequence (arXiv 2309.14509): fewer bytes where there are many ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from nanotron.batch import Spans
+from nanotron.ops.attention import causal_attention
+from nanotron.ops.kernels import Kernels
+from nanotron.parallel.comm import all_gather, exchange, reduce_scatter
+from nanotron.parallel.mesh import Mesh
+
+ContextMode = Literal["ALL_GATHER", "ALL_TO_ALL"]
+
+
+def context_attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, mesh: Mesh, mode: ContextMode, kernels: Kernels
+) -> Tensor:
+    """``causal_attention`` of rows cut over cp: q [b, s/c, h, e]; k, v [b, s/c, n, e] -> [b, s/c, h, e].
+
+    ``spans``: queries count in this rank's tokens and keys in the whole row's (ALL_GATHER), or both in the whole row's.
+    """
+    if mesh.size("cp") == 1:
+        return causal_attention(q, k, v, spans, kernels=kernels)
+    if mode == "ALL_GATHER":
+        attended: Tensor = _GatheredAttention.apply(q, k, v, spans, mesh, kernels)  # type: ignore[no-untyped-call]
+        return attended
+    ranks = mesh.size("cp")
+    q, k, v = (in_order(exchange(x, mesh, "cp", split=2, join=1), ranks) for x in (q, k, v))  # [b, s, h/c, e]
+    attended = causal_attention(q, k, v, spans, kernels=kernels)
+    return exchange(by_rank(attended, ranks), mesh, "cp", split=1, join=2)  # [b, s, h/c, e] -> [b, s/c, h, e]
+
+
+class _GatheredAttention(Function):
+    """Forward: all-gather of keys and values. Backward: gathers them again, then reduce-scatter of their gradients.
+
+    Only this rank's part is kept in between, or activations would not shrink with the number of ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, mesh: Mesh, kernels: Kernels) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.spans, ctx.mesh, ctx.kernels = spans, mesh, kernels
+        keys, values = _gathered(k, v, mesh)
+        return causal_attention(q, keys, values, spans, kernels=kernels)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        q, k, v = (x.detach().requires_grad_() for x in (q, *_gathered(k, v, ctx.mesh)))
+        with torch.enable_grad():
+            attended = causal_attention(q, k, v, ctx.spans, kernels=ctx.kernels)
+        q_grad, *whole = torch.autograd.grad(attended, (q, k, v), grad)
+        parts = by_rank(torch.stack(whole), ctx.mesh.size("cp"), dim=2)  # [2, b, s, n, e]
+        k_grad, v_grad = reduce_scatter(parts, ctx.mesh.group("cp"), dim=2).unbind()
+        return q_grad, k_grad, v_grad, None, None, None
+
+
+def _gathered(k: Tensor, v: Tensor, mesh: Mesh) -> Sequence[Tensor]:
+    """The whole row's keys and values in order, by one collective: 2 × [b, s/c, n, e] -> 2 × [b, s, n, e]."""
+    whole = all_gather(torch.stack([k, v]), mesh.group("cp"), dim=2)
+    return in_order(whole, mesh.size("cp"), dim=2).unbind()
+
+
+def in_order(x: Tensor, ranks: int, dim: int = 1) -> Tensor:
+    """The pieces of a row, which lie rank by rank along ``dim``, in the row's order."""
+    pieces = x.chunk(2 * ranks, dim)
+    return torch.cat([pieces[2 * i] for i in range(ranks)] + [pieces[2 * i + 1] for i in reversed(range(ranks))], dim)
+
+
+def by_rank(x: Tensor, ranks: int, dim: int = 1) -> Tensor:
+    """The inverse of ``in_order``."""
+    pieces = x.chunk(2 * ranks, dim)
+    return torch.cat([piece for rank in range(ranks) for piece in (pieces[rank], pieces[2 * ranks - 1 - rank])], dim)
