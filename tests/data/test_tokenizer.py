@@ -243,8 +243,9 @@ def test_a_run_whose_tokenizer_is_not_to_be_had_says_so_and_goes_on(tmp_path, mo
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"tokenizer_config.json": "{"}, "its tokenizer_config.json is not JSON"),
-        ({"generation_config.json": "[]"}, "its generation_config.json is not a JSON object"),
+        ({"tokenizer_config.json": "{"}, r"its tokenizer_config.json is damaged \(EOF while parsing"),
+        ({"special_tokens_map.json": "[" * 3000}, r"its special_tokens_map.json is damaged \(recursion limit exceeded"),
+        ({"generation_config.json": "[]"}, r"its generation_config.json is damaged \(it is \[\]: .* valid dictionary"),
         (
             {"generation_config.json": '{"eos_token_id": [2, -1]}'},
             r"has eos_token_id=\[2, -1\], which is neither a token",

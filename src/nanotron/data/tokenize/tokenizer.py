@@ -26,6 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 from nanotron.config.model import Tokens
 from nanotron.data.tokenize.nanoset_writer import write_atomically
 from nanotron.errors import ConfigError
+from nanotron.untrusted import MAPPING, checked, parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER, SETTINGS, NAMES = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE, STOPS = "chat_template.jinja", "generation_config.json"
+MOST_IDS = 2**32  # what the library counts ids with
 FILES = (TOKENIZER, SETTINGS, NAMES, TEMPLATE, STOPS)
 
 
@@ -86,10 +88,13 @@ def tokenizer_of(files: Mapping[str, str], where: str, *, read_special_tokens: b
     tokenizer, settings = _parse_tokenizer(files[TOKENIZER], where), settings_of(files, where)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    begin = () if tokenizer.post_processor is None else _begin(json.loads(tokenizer.post_processor.__getstate__()))
+    try:
+        begin = () if tokenizer.post_processor is None else _begin(json.loads(tokenizer.post_processor.__getstate__()))
+    except KeyError as error:
+        raise ConfigError(f"{where}: its tokenizer.json begins texts with {error}, which it does not know") from None
     bos = _named(tokenizer, settings, "bos")
-    others = _ids(_stops(files, where))
-    stops = _ids(_named(tokenizer, settings, "eos")) + tuple(one for one in others if tokenizer.id_to_token(one))
+    others = (one for one in _ids(_stops(files, where)) if one < MOST_IDS and tokenizer.id_to_token(one))
+    stops = (*_ids(_named(tokenizer, settings, "eos")), *others)
     tokenizer.post_processor = processors.Sequence([])  # after its template was read
     tokenizer.encode_special_tokens = not read_special_tokens
     return TextTokenizer(tokenizer, begin, next(iter(stops), None), tuple(dict.fromkeys(stops)), bos)
@@ -121,7 +126,9 @@ def _parse_tokenizer(text: str, where: str) -> Tokenizer:
 
     try:
         return Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception for what it cannot parse
+    except BaseException as error:  # the library raises bare Exception, and where it panics not even that
+        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+            raise
         raise ConfigError(f"{where}: its tokenizer.json is not a tokenizer: {error}") from None
 
 
@@ -134,12 +141,9 @@ def settings_of(files: Mapping[str, str], where: str) -> dict[str, Any]:
 
 def _json(files: Mapping[str, str], name: str, where: str) -> dict[str, Any]:
     try:
-        content = json.loads(files.get(name, "{}"))
+        return checked(MAPPING, parse_json(files.get(name, "{}")))
     except ValueError as error:
-        raise ConfigError(f"{where}: its {name} is not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{where}: its {name} is not a JSON object")
-    return content
+        raise ConfigError(f"{where}: its {name} is damaged ({error})") from None
 
 
 def _named(tokenizer: Tokenizer, settings: Mapping[str, Any], kind: str) -> int | None:
