@@ -59,7 +59,12 @@ def test_the_printed_interval_changes_no_time(
 ) -> None:
     values = values_of(tmp_path, checkpoints__checkpoint_interval=SAVES)
     values["model"]["model_config"]["num_hidden_layers"] = 1
-    values["tokens"] |= {"train_steps": STEPS, "val_check_interval": VALIDATES, "batch_accumulation_per_replica": 1}
+    values["tokens"] |= {
+        "train_steps": STEPS,
+        "val_check_interval": VALIDATES,
+        "micro_batch_size": 1,
+        "batch_accumulation_per_replica": 1,
+    }
     values["logging"] = {"iteration_step_info_interval": interval, "tensorboard": False}
     with caplog.at_level(logging.INFO, logger="nanotron"):
         assert train(get_config_from_dict(values), Mesh(), torch.device("cpu")) == 0

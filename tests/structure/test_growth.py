@@ -33,7 +33,7 @@ def tiny(folder: Path, steps: int, interval: int) -> dict[str, Any]:
     values = values_of(folder / "checkpoints", checkpoints__checkpoint_interval=interval)
     values["general"]["run"] = "growth"
     values["model"]["model_config"]["num_hidden_layers"] = 1
-    values["tokens"] |= {"batch_accumulation_per_replica": 1, "train_steps": steps}
+    values["tokens"] |= {"micro_batch_size": 1, "batch_accumulation_per_replica": 1, "train_steps": steps}
     return values
 
 
