@@ -23,8 +23,8 @@ from tests.pool import Pool
 
 if __name__ == "__main__":
     config = config_of(Case(family="toy", layers=9))
-    whole, measured = StageModules.whole(config.model.model_config), Measurements(accelerator=False)
-    assert measured.chunk(config, whole) == measure_chunk(config, whole, accelerator=False)
+    whole, measured = StageModules.whole(config.model.model_config), Measurements("cpu")
+    assert measured.chunk(config, whole) == measure_chunk(config, whole, "cpu")
     assert measured.state(config, 0, [whole]).total == measured.state(config, 0, [whole], every_layer=True).total
 
     pool, references = Pool(), {}

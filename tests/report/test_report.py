@@ -40,7 +40,7 @@ def row(step: int) -> dict[str, Any]:
     numbers |= {"time_per_iteration_ms": 500.0 + step % 7, "tokens_per_sec": 8192.0 - step % 50, "memory_gib": 1.25}
     numbers |= {"tokens_per_sec_per_device": 1024.0, "model_tflops_per_device": 0.1, "stage": "main"}
     if step % 50 == 0:
-        numbers["val_loss"] = loss + 0.1
+        numbers |= {"val_loss": loss + 0.1, "validation_ms": 20e3}
     if step % 20 == 0:
         for layer in range(4):
             for kind, value in (("weight_norm", 10.0), ("grad_norm", 0.1), ("update_ratio", 1e-3)):
@@ -109,6 +109,7 @@ def test_a_runs_name_is_text_and_no_markup(page: str) -> None:
         "rank 1 on here: OSError: disk full",
         "rank 3 was the slowest in 10 of 10 looks at all ranks",
         "200 of 400",
+        "<span>validating and saving</span><b>1m20s</b>",
         "pp 2 · dp 2",
         "measured in step 5",
         "train_steps: 400",

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from nanotron.logging import human_duration, human_format
-from nanotron.metrics.columns import MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS
+from nanotron.metrics.columns import APART, MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS, TIME_MS
 from nanotron.report.run import RunFiles
 
 MOST_LINES = 12  # of one kind
@@ -23,7 +23,10 @@ def facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     if validated:
         yield "best validation loss", f"{min(validated):.5g}"
     yield "tokens", human_format(row["consumed_tokens"])
-    yield "time of the steps", human_duration(sum(_numbers(run, "time_per_iteration_ms")) / 1e3)
+    yield "time of the steps", human_duration(sum(_numbers(run, TIME_MS)) / 1e3)
+    apart = sum(sum(_numbers(run, column)) for column in APART)
+    if apart:
+        yield "validating and saving", human_duration(apart / 1e3)
     yield "tokens per second, median", human_format(median(_numbers(run, "tokens_per_sec")))
     utilization = _numbers(run, "mfu")
     if utilization:
