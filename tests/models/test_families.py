@@ -28,11 +28,9 @@ if __name__ == "__main__":
     assert measured.state(config, 0, [whole]).total == measured.state(config, 0, [whole], every_layer=True).total
 
     pool, references = Pool(), {}
-    cases = [
-        Case(dp=2, tp=2, pp=2, family="toy", layers=5, steps=5, zero_stage=1),
-        Case(tp=2, pp=2, family="toy", layers=5, steps=5, tp_mode="REDUCE_SCATTER", schedule="zb_h1", dtype="float64"),
-    ]
-    problems = [problem for case in cases for problem in compare(pool, references, case)]
+    options = {"tp_mode": "REDUCE_SCATTER", "schedule": "zb_h1", "zero_stage": 1, "dtype": "float64"}
+    case = Case(dp=2, tp=2, pp=2, family="toy", layers=5, steps=5, **options)
+    problems = compare(pool, references, case)
     pool.close()
     assert not problems, problems
 """
@@ -56,5 +54,5 @@ def test_a_family_in_one_file_trains_on_every_axis_as_on_one_device(tmp_path: Pa
         [sys.executable, str(tmp_path / "trained.py")], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ok ") == 2, done.stdout
+    assert done.stdout.count("ok ") == 1, done.stdout
     assert "toy" not in FAMILIES
