@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "untrusted": set(),
     "batch": set(),
     "logging": {"parallel"},
-    "config": {"models.families"},
+    "config": {"models.families", "pipeline.schedules"},
     "parallel": set(),
     "ops": {"parallel", "config.model"},
     "models": {"parallel", "ops", "config.model", "config.keys"},

@@ -26,18 +26,10 @@ import torch
 
 from nanotron.checkpoint.format import ITEM_SIZE, Damaged, Entry, Index, Piece, StoredBox
 from nanotron.checkpoint.retention import read_index
+from nanotron.checkpoint.safetensors import DTYPES
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
 from nanotron.errors import ConfigError
 from nanotron.parallel.params import Box, intersect
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-}
 
 
 def load(checkpoint: str, pieces: Iterable[Piece]) -> list[str]:

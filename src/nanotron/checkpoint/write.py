@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-import xxhash
 
 from nanotron.checkpoint.commit import attempt, describe, write_index
 from nanotron.checkpoint.format import (
@@ -26,23 +26,14 @@ from nanotron.checkpoint.format import (
     LATEST,
     STATE,
     Piece,
-    header_bytes,
     key_of,
     shard_name,
 )
 from nanotron.checkpoint.retention import delete_old_steps, delete_step
-from nanotron.checkpoint.storage import CHUNK_BYTES, Chunk, Folder, open_folder
+from nanotron.checkpoint.safetensors import DTYPE_NAMES, Planned, write_file
+from nanotron.checkpoint.storage import Folder, open_folder
 from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.store import LostPeers, Store
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-}
 
 
 class Snapshot:
@@ -209,38 +200,27 @@ class Saver:
     def _write_shard(self, folder: Folder) -> dict[str, Any]:
         """Write this rank's file; returns what rank 0 needs for the index."""
         name = shard_name(self._rank, self._world)
-        boxes: list[dict[str, Any]] = []
         parts = list(self._snapshot.parts())
         if not parts:
-            return {"file": None, "boxes": boxes}
-        tensors = {
-            key_of(tensor_of(piece), piece.box): (DTYPE_NAMES[piece.tensor.dtype], piece.box.shape)
-            for piece, _ in parts
-        }
-        assert len(tensors) == len(parts), "two pieces of this rank are the same box"
-        header = header_bytes(tensors)
-
-        def content() -> Iterator[Chunk]:
-            yield header
-            for piece, data in parts:
-                digest = xxhash.xxh3_64()
-                for start in range(0, len(data), CHUNK_BYTES):
-                    digest.update(data[start : start + CHUNK_BYTES])
-                    yield data[start : start + CHUNK_BYTES]
-                boxes.append(
-                    {
-                        "tensor": tensor_of(piece),
-                        "shape": piece.shape,
-                        "dtype": DTYPE_NAMES[piece.tensor.dtype],
-                        "box": piece.box,
-                        "key": key_of(tensor_of(piece), piece.box),
-                        "xxh3": digest.hexdigest(),
-                    }
-                )
-
-        folder.write(name, content())
-        size = len(header) + sum(len(data) for _, data in parts)
-        return {"file": name, "size": size, "boxes": boxes}
+            return {"file": None, "boxes": []}
+        planned = [
+            Planned(_key(piece), DTYPE_NAMES[piece.tensor.dtype], piece.box.shape, partial(_itself, data))
+            for piece, data in parts
+        ]
+        assert len({tensor.key for tensor in planned}) == len(parts), "two pieces of this rank are the same box"
+        written = write_file(folder, name, planned)
+        boxes = [
+            {
+                "tensor": tensor_of(piece),
+                "shape": piece.shape,
+                "dtype": tensor.dtype,
+                "box": piece.box,
+                "key": tensor.key,
+                "xxh3": written.digests[tensor.key],
+            }
+            for (piece, _), tensor in zip(parts, planned, strict=True)
+        ]
+        return {"file": name, "size": written.size, "boxes": boxes}
 
     def _commit(
         self, step: int, folder: Folder, documents: Mapping[str, str], reports: list[dict[str, Any]]
@@ -261,3 +241,11 @@ class Saver:
 def tensor_of(piece: Piece) -> str:
     """The tensor of the index that a piece is a part of."""
     return f"{piece.kind}/{piece.name}"
+
+
+def _key(piece: Piece) -> str:
+    return key_of(tensor_of(piece), piece.box)
+
+
+def _itself(data: memoryview) -> memoryview:
+    return data

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from nanotron.config.compat.retired import GENERAL, PARALLELISM, PROFILER, TOKENIZER, retires
 from nanotron.config.keys import Derived, Float, Int, Lower, Reads, Upper, derived, fill, key, required, section
+from nanotron.pipeline.schedules import default_virtual_stages
 
 LogLevel = Lower[Literal["debug", "info", "warning", "error", "critical"]]
 
@@ -86,7 +87,7 @@ class ParallelismArgs:
     )
 
     def __post_init__(self) -> None:
-        fill(self, "pp_virtual_stages", 2 if self.pp_engine in ("interleaved_1f1b", "zbv") else 1)
+        fill(self, "pp_virtual_stages", default_virtual_stages(self.pp_engine))
 
     @property
     def world_size(self) -> int:

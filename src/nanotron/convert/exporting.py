@@ -13,11 +13,11 @@ import torch
 import yaml
 
 from nanotron.checkpoint.format import Piece
-from nanotron.checkpoint.read import DTYPES, CheckpointTensors, source_kind
+from nanotron.checkpoint.read import CheckpointTensors, source_kind
+from nanotron.checkpoint.safetensors import DTYPE_NAMES, DTYPES, Planned, split_by_size, write_file
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
 from nanotron.checkpoint.verify import refuse_damage
-from nanotron.convert.importing import DTYPE_NAMES, new_folder, read_model_config
-from nanotron.convert.safetensors import Planned, split_by_size, write_file
+from nanotron.convert.importing import new_folder, read_model_config
 from nanotron.convert.sources import OURS, half_split, kind_of
 from nanotron.convert.tokenizer import copy_tokenizer, read_tokenizer
 from nanotron.data.tokenize.tokenizer import STOPS, kept_files, read_files
@@ -27,7 +27,7 @@ from nanotron.models.hf_config import hf_config
 from nanotron.models.hf_tensors import Part, hugging_face_parts
 from nanotron.parallel.agreement import alone
 
-EXPORT_DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+EXPORT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
 
 
 def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_shard_bytes: int = 5 << 30) -> list[str]:
@@ -83,7 +83,7 @@ def _json(values: dict[str, Any]) -> bytes:
 def _dtype(name: str) -> torch.dtype:
     if name not in EXPORT_DTYPES:
         raise ConfigError(f"--dtype {name} is not one of {', '.join(EXPORT_DTYPES)}")
-    return DTYPES[EXPORT_DTYPES[name]]
+    return EXPORT_DTYPES[name]
 
 
 def _plan(

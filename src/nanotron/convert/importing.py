@@ -13,13 +13,13 @@ from pydantic import TypeAdapter, ValidationError
 
 from nanotron.checkpoint.commit import write_index
 from nanotron.checkpoint.format import STATE, key_of, shard_name
-from nanotron.checkpoint.read import DTYPES, Tensors
+from nanotron.checkpoint.read import Tensors
+from nanotron.checkpoint.safetensors import DTYPE_NAMES, DTYPES, Planned, split_by_size, write_file
 from nanotron.checkpoint.storage import Folder, open_folder
 from nanotron.config import Config, GeneralArgs, LRSchedulerArgs, ModelArgs, OptimizerArgs, TokensArgs
 from nanotron.config.document import dump
 from nanotron.config.keys import dotted
 from nanotron.config.model import AnyModelConfig
-from nanotron.convert.safetensors import Planned, split_by_size, write_file
 from nanotron.convert.schema import CONFIG, read_json
 from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open_weights
 from nanotron.convert.tokenizer import copy_tokenizer
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig
 
 logger = get_logger(__name__)
-
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def import_weights(

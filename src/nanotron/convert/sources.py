@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nanotron.checkpoint.format import INDEX, Damaged, Entry, Piece
-from nanotron.checkpoint.read import DTYPES, CheckpointTensors, fill, read_box, shorten, source_kind
+from nanotron.checkpoint.read import CheckpointTensors, fill, read_box, shorten, source_kind
 from nanotron.checkpoint.resume import newest_complete
+from nanotron.checkpoint.safetensors import DTYPES
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
 from nanotron.checkpoint.verify import refuse_damage
 from nanotron.convert.schema import WEIGHT_MAP, read_json

@@ -9,13 +9,14 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanotron.checkpoint.safetensors import DTYPE_NAMES
 from nanotron.checkpoint.storage import open_folder, read_text
 from nanotron.checkpoint.verify import refuse_damage
 from nanotron.config import Config, ParallelismArgs
 from nanotron.config.document import parse
 from nanotron.config.load import read_document
 from nanotron.config.rules import RULES
-from nanotron.convert.importing import DTYPE_NAMES, read_model_config, starter_config
+from nanotron.convert.importing import read_model_config, starter_config
 from nanotron.convert.sources import OURS, Found, kind_of, open_weights
 from nanotron.convert.tokenizer import read_tokenizer
 from nanotron.data.probe import tokenizer_name

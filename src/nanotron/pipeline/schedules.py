@@ -244,6 +244,12 @@ _FAMILIES = {
 SCHEDULE_NAMES = tuple(_FAMILIES)
 
 
+def default_virtual_stages(name: str) -> int:
+    """Stages of each rank where the config does not say: one, but for the schedules that are made for two."""
+    family = _FAMILIES.get(name, _Family(afab))  # a schedule of the user's own has one
+    return family.virtual_stages or 2
+
+
 def get_schedule(name: str, ranks: int, virtual_stages: int = 1) -> Schedule:
     """A built-in schedule for this many ranks; `virtual_stages` counts where it leaves the chunks per rank free."""
     family = _FAMILIES[name]

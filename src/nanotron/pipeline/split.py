@@ -1,10 +1,8 @@
-"""Which layers each pipeline stage holds."""
+"""Which layers each pipeline stage holds; what a config may ask for is among its rules (config/rules.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from nanotron.errors import ConfigError
 
 
 def split_layers(
@@ -26,11 +24,7 @@ def split_layers(
     long as that takes something from the most loaded rank.
     """
     num_layers = len(layer_costs)
-    if num_layers < num_stages:
-        raise ConfigError(
-            f"parallelism.pp gives {num_stages} stages, more than model.model_config.num_hidden_layers={num_layers}; "
-            f"every stage needs a layer: use at most {num_layers} stages (pp × pp_virtual_stages)"
-        )
+    assert num_layers >= num_stages, f"{num_layers} layers for {num_stages} stages"
     holders = range(num_stages) if ranks is None else ranks
     ends = [0.0] * num_stages
     ends[0] += embed_cost
@@ -88,21 +82,9 @@ def stage_layers(
     ranks: Sequence[int] | None = None,
 ) -> list[tuple[int, int]]:
     """Layer range [lo, hi) of every stage: the user's `parallelism.pp_layers` when given, else balanced by cost."""
-    num_layers = len(layer_costs)
     if pp_layers is None:
         return split_layers(layer_costs, num_stages, embed_cost=embed_cost, head_cost=head_cost, ranks=ranks)
-    key = f"parallelism.pp_layers={list(pp_layers)}"
-    if len(pp_layers) != num_stages:
-        raise ConfigError(
-            f"{key} lists {len(pp_layers)} stages, the pipeline has {num_stages}; give {num_stages} numbers"
-        )
-    if min(pp_layers) < 1:
-        raise ConfigError(f"{key} leaves a stage without a layer; every stage needs at least one")
-    if sum(pp_layers) != num_layers:
-        raise ConfigError(
-            f"{key} sums to {sum(pp_layers)}, not to model.model_config.num_hidden_layers={num_layers}; "
-            f"make the numbers add up to {num_layers}"
-        )
+    assert (len(pp_layers), sum(pp_layers)) == (num_stages, len(layer_costs)), f"{pp_layers} for {num_stages} stages"
     return _ranges(pp_layers)
 
 

@@ -7,9 +7,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from nanotron.config.rules import RULES
-from nanotron.errors import ConfigError
 from nanotron.pipeline.custom import find_problems
-from nanotron.training.topology import layers_of_stages
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -33,16 +31,14 @@ def changed(config: Config, change: Change) -> Config:
 
 def is_legal(config: Config) -> bool:
     """Whether the trainer would accept the layout."""
+    return config.tokens.batch_accumulation_per_replica >= 1 and not layout_problems(config)
+
+
+def layout_problems(config: Config) -> list[str]:
+    """Why the trainer would not accept the layout: rules between keys, and what the schedule needs."""
     layout, microbatches = config.parallelism, config.tokens.batch_accumulation_per_replica
-    if microbatches < 1 or any(True for rule in RULES for _ in rule.ask(config)):
-        return False
-    if find_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches):
-        return False
-    try:
-        layers_of_stages(config)
-    except ConfigError:
-        return False
-    return True
+    found = [f"{key}: {text}" for rule in RULES for key, text in rule.ask(config)]
+    return found + find_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches)
 
 
 def written(change: Change) -> str:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
-from nanotron.pipeline.custom import find_problems, is_custom, to_csv
+from nanotron.pipeline.custom import is_custom, to_csv
 from nanotron.pipeline.draw import Panel, to_html, to_svg, to_terminal
-from nanotron.pipeline.schedules import SCHEDULE_NAMES
+from nanotron.pipeline.schedules import SCHEDULE_NAMES, default_virtual_stages
 from nanotron.pipeline.simulate import Peak, simulate
 from nanotron.pipeline.timeline import StageCost, Timeline
 from nanotron.pipeline.trace import costs_of, read_trace, to_chrome
+from nanotron.plan.layouts import layout_problems
 from nanotron.plan.stage_costs import counted_costs, given_costs, profiled_costs
 from nanotron.training.topology import pipeline_schedule
 
@@ -107,13 +108,13 @@ def _with_schedule(config: Config, name: str) -> Config:
     if not is_custom(name) and name not in SCHEDULE_NAMES:
         legal = ", ".join(SCHEDULE_NAMES)
         raise ConfigError(f"--schedule {name}: not one of {legal}, a .csv file or file.py:function")
-    virtual_stages = 2 if name in ("interleaved_1f1b", "zbv") else 1
-    problems = find_problems(name, layout.pp, virtual_stages, config.tokens.batch_accumulation_per_replica)
-    if problems:
-        raise ConfigError(problems)
+    virtual_stages = default_virtual_stages(name)
     pp_layers = layout.pp_layers if virtual_stages == layout.pp_virtual_stages else None
     changed = replace(layout, pp_engine=name, pp_virtual_stages=virtual_stages, pp_layers=pp_layers)
-    return replace(config, parallelism=changed)
+    other = replace(config, parallelism=changed)
+    if problems := layout_problems(other):
+        raise ConfigError(problems)
+    return other
 
 
 def _costs(config: Config, costs: str, measured: Timeline | None) -> StageCost:

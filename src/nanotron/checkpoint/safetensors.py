@@ -1,4 +1,4 @@
-"""Writing large models as safetensors files of bounded size, one tensor in memory at a time."""
+"""Writing safetensors files, one tensor in memory at a time; and the names of dtypes in them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,24 @@ import xxhash
 from nanotron.checkpoint.format import ITEM_SIZE, header_bytes
 from nanotron.checkpoint.storage import CHUNK_BYTES, Chunk, Folder
 
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 
 class Planned(NamedTuple):
-    """A tensor to be written: ``make`` computes it when its turn comes."""
+    """A tensor to be written: ``make`` computes it, or its bytes, when its turn comes."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    make: Callable[[], torch.Tensor]
+    make: Callable[[], torch.Tensor | memoryview]
 
     @property
     def size(self) -> int:
@@ -55,11 +65,14 @@ def write_file(folder: Folder, name: str, tensors: list[Planned], metadata: dict
     def content() -> Iterator[Chunk]:
         yield header
         for tensor in ordered:
-            data = bytes_of(tensor.make())
+            made = tensor.make()
+            data = bytes_of(made) if isinstance(made, torch.Tensor) else made
             assert len(data) == tensor.size, f"{tensor.key} has {len(data)} bytes, not {tensor.size}"
-            digests[tensor.key] = xxhash.xxh3_64_hexdigest(data)
+            digest = xxhash.xxh3_64()
             for start in range(0, len(data), CHUNK_BYTES):
+                digest.update(data[start : start + CHUNK_BYTES])
                 yield data[start : start + CHUNK_BYTES]
+            digests[tensor.key] = digest.hexdigest()
 
     folder.write(name, content())
     return Written(len(header) + sum(tensor.size for tensor in ordered), digests)
