@@ -345,9 +345,21 @@ def train(
     ] = False,
 ) -> None:
     """Train on this machine, one process per rank, and show the run while it goes."""
+    from nanotron.launch.signals import StopSignals
+
+    signals = StopSignals()  # before the imports that take seconds
     from nanotron.launch.parent import train as run
 
-    raise typer.Exit(run(str(config_file), override, nproc=nproc, plain=plain, allow_data_change=allow_data_change))
+    raise typer.Exit(
+        run(
+            str(config_file),
+            override,
+            nproc=nproc,
+            plain=plain,
+            allow_data_change=allow_data_change,
+            stop_signals=signals,
+        )
+    )
 
 
 @app.command()

@@ -51,6 +51,7 @@ def code_of_rank(argv: Sequence[str]) -> int:
         (["0", "0"], codes.DONE),
         (["75", "75"], codes.PREEMPTED),
         (["75", "76"], codes.PREEMPTED_UNSAVED),
+        (["76", "1"], codes.PREEMPTED_UNSAVED),
         (["2", "2"], codes.USER_MISTAKE),
         (["4", "4"], codes.STOPPED_BY_NAN),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanotron.errors import ConfigError
 from nanotron.launch.place import Place, num_cores, num_threads
 from tests.commands import nanotron
 
@@ -53,6 +54,9 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "4",
     "TORCHELASTIC_RUN_ID": "none",
     "OMP_NUM_THREADS": "1",
+    "MASTER_ADDR": "node-0",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 
 
@@ -65,7 +69,29 @@ def test_without_a_launcher_a_process_is_the_whole_run() -> None:
 def test_torchrun_tells_rank_and_machine() -> None:
     place = Place.from_environment(TORCHRUN)
     assert (place.rank, place.world, place.local_rank, place.local_world) == (5, 8, 1, 4)
-    assert (place.node, place.num_nodes) == (1, 2)
+    assert place.num_nodes == 2
+    assert (place.address, place.port, place.launched) == ("node-0", 29500, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problems"),
+    [
+        ({"WORLD_SIZE": "abc"}, ["WORLD_SIZE=abc"]),
+        ({"WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
+        ({"WORLD_SIZE": "1" * 5000}, ["WORLD_SIZE=1"]),
+        ({"LOCAL_WORLD_SIZE": "0"}, ["LOCAL_WORLD_SIZE=0"]),
+        ({"LOCAL_WORLD_SIZE": "9"}, ["LOCAL_WORLD_SIZE=9"]),
+        ({"RANK": "8", "LOCAL_RANK": "-1"}, ["RANK=8", "LOCAL_RANK=-1"]),
+        ({"RANK": ""}, ["RANK is not set, but WORLD_SIZE=8"]),
+        ({"MASTER_ADDR": "", "MASTER_PORT": ""}, ["MASTER_ADDR is not set", "MASTER_PORT is not set"]),
+        ({"MASTER_PORT": "http"}, ["MASTER_PORT=http"]),
+    ],
+    ids=str,
+)
+def test_an_environment_that_makes_no_run_is_told_with_its_values(changes: dict[str, str], problems: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Place.from_environment(TORCHRUN | changes)
+    assert all(told.startswith(line) for told, line in zip(refused.value.problems, problems, strict=True))
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(8, 2), (7, 1), (2, 1)])

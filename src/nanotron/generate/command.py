@@ -25,7 +25,7 @@ from nanotron.launch import codes
 from nanotron.launch.host import exit_code, start_workers, watch_workers
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
-from nanotron.launch.run import leave
+from nanotron.launch.watch import leave_now
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.topology import mesh_axes
 
@@ -126,7 +126,11 @@ def run_generate(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     if not request.prompts and request.batch_file is None:
         request = replace(request, prompts=DEFAULT_PROMPTS)
-    place = Place.from_environment(os.environ)
+    try:
+        place = Place.from_environment(os.environ)
+    except ConfigError as mistake:
+        print(mistake, file=sys.stderr)
+        return codes.USER_MISTAKE
     peers = Peers(place)
     try:
         _run(request, place, peers)
@@ -139,7 +143,8 @@ def run_generate(argv: Sequence[str] | None = None) -> int:
     except Exception:  # the outermost frame: shown in full, and told to the caller by the exit code
         traceback.print_exc()
         code = codes.OUR_BUG
-    leave(code, place)
+    if place.world > 1:  # groups cannot be taken down with the others
+        leave_now(code)
     return code
 
 

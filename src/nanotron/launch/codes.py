@@ -1,5 +1,10 @@
 """What a run's exit code says. Under raw torchrun these are the workers' codes; torchrun itself then exits with 1."""
 
+import signal
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What tells a run to stop."""
+
 DONE = 0
 """Done, also when nothing was left to train."""
 OUR_BUG = 1

@@ -19,7 +19,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -95,6 +95,35 @@ def first_of(failures: Iterable[Failure]) -> Failure | None:
         return max(0, KINDS.index(failure.kind) - 1), behind, failure.when
 
     return min(failures, key=order, default=None)
+
+
+def verdict(first: Failure, silent: Sequence[int] | None) -> str:
+    """The line that names where it began: the first failure, or the ranks that its rank waited for in vain.
+
+    ``silent`` is None where no other rank could be asked.
+    """
+    if silent is None:
+        return f"failed first, as far as one can tell without the launcher's store: {first}"
+    if first.kind not in ("timeout", "peer") or not silent:
+        return f"failed first: {first}"
+    who = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(map(str, silent))
+    if first.kind == "timeout":
+        return f"failed first: {who} fell behind and said nothing; waiting for it: {first}"
+    return f"failed first: {who} left and said nothing; noticed by {first}"
+
+
+def tell_torchrun(line: str, first: Failure, mine: Failure) -> None:
+    """Let torchrun's report, which is what a user reads last, show our line with the rank that it holds responsible.
+
+    That is the one with the earliest time in the file that it asks each rank for.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    when = first.when if first.rank == mine.rank else max(mine.when, first.when + 1)  # it counts whole seconds
+    details = {"py_callstack": line if first.rank == mine.rank else str(mine), "timestamp": str(int(when))}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}), encoding="utf-8")
 
 
 RECORD = TypeAdapter(Failure)

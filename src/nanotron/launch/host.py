@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from nanotron.launch import codes
@@ -30,7 +29,6 @@ from nanotron.launch.failures import STACK_SIGNAL, Failure
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 FAILURE_GRACE_S = 10.0  # for the other ranks to notice, and say where they were, once one has failed
 STACK_GRACE_S = 0.2
 END_GRACE_S = 5.0  # from SIGTERM to SIGKILL
@@ -63,6 +61,11 @@ class Workers:
         """Send a signal to every rank that still runs."""
         for process in self.running.values():
             os.kill(process, number)
+
+    def stop(self, number: int) -> None:
+        """Pass a signal to stop on."""
+        self.asked_to_stop = min(self.asked_to_stop, time.monotonic())
+        self.send(number)
 
     @property
     def first_bad(self) -> tuple[int, int, float] | None:
@@ -161,7 +164,7 @@ def _program(entry: Callable[[Sequence[str]], int], argv: Sequence[str]) -> str:
 def _become_worker(parent: int) -> None:
     """Leave the terminal's process group, so that Ctrl-C reaches a rank once, through the parent; end with it."""
     os.setpgid(0, 0)
-    for number in FORWARDED:
+    for number in codes.STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
@@ -175,11 +178,7 @@ def watch_workers(workers: Workers, *, stop_grace_s: float, refresh: Callable[[]
     ``stop_grace_s``: seconds a rank may take from a signal to its end. ``refresh`` is called about ten times a second.
     """
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        workers.asked_to_stop = min(workers.asked_to_stop, time.monotonic())
-        workers.send(number)
-
-    before = {number: signal.signal(number, pass_on) for number in FORWARDED}
+    before = {number: signal.signal(number, lambda number, _: workers.stop(number)) for number in codes.STOP_SIGNALS}
     try:
         while workers.running:
             workers.poll()
@@ -210,11 +209,13 @@ def end_workers(workers: Workers) -> None:
 
 def exit_code(workers: Workers) -> int:
     """What the whole run came to: the code of the rank that ended badly first; not saved wins over saved."""
-    statuses = {status for status, _ in workers.ended.values()}
     bad = workers.first_bad
     if bad is None:
         return codes.DONE
     stopped = bad[1] < 0 and bad[2] >= workers.asked_to_stop  # told to stop before it could listen, or too slow
-    if stopped or codes.PREEMPTED_UNSAVED in statuses:
+    unsaved = any(
+        status == codes.PREEMPTED_UNSAVED and when < workers.being_ended for status, when in workers.ended.values()
+    )
+    if stopped or unsaved:
         return codes.PREEMPTED_UNSAVED
     return bad[1] if bad[1] > 0 else codes.OUR_BUG

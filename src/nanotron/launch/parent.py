@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.launch.display import Display, Tail
-from nanotron.launch.failures import Failure, first_of, read_failures
+from nanotron.launch.failures import Failure, first_of, read_failures, verdict
 from nanotron.launch.folder import run_directory
 from nanotron.launch.host import Workers, exit_code, start_workers, watch_workers
-from nanotron.launch.run import checked_config, run_train
+from nanotron.launch.run import SAVE_MARGIN_S, checked_config, run_train
+from nanotron.launch.signals import StopSignals
 from nanotron.metrics.columns import TIME_MS
 from nanotron.metrics.record import STEP_LINE_START, step_line
 from nanotron.metrics.step_clock import TimeLeft
 
 if TYPE_CHECKING:
     from nanotron.config import Config
-
-SAVE_MARGIN_S = 30.0  # beyond checkpoints.preempt_grace_s, for a rank to end after its last save
 
 
 def train(
@@ -35,10 +34,12 @@ def train(
     nproc: int | None = None,
     plain: bool = False,
     allow_data_change: bool = False,
+    stop_signals: StopSignals | None = None,
 ) -> int:
     """Train on this machine with one rank per process and return the run's exit code.
 
-    ``plain``: the ranks' own log lines also on a terminal. Raises ConfigError for a mistake in the config.
+    ``plain``: the ranks' own log lines also on a terminal. ``stop_signals``: heard since this process began.
+    Raises ConfigError for a mistake in the config.
     """
     config, _ = checked_config(config_file, overrides, world=nproc)
     run_dir = run_directory(config)
@@ -50,6 +51,8 @@ def train(
     earlier = read_failures(run_dir)
     importlib.import_module("nanotron.training.trainer")  # once, for all ranks that are forked
     workers = start_workers(config.parallelism.world_size, argv, piped=live, entry=run_train)
+    if stop_signals is not None:
+        stop_signals.workers = workers
     with _shown(config, tail, workers) as refresh:
         grace = config.checkpoints.preempt_grace_s + SAVE_MARGIN_S
         watch_workers(workers, stop_grace_s=grace, refresh=refresh)
@@ -104,13 +107,7 @@ def closing_lines(code: int, workers: Workers, run_dir: Path, earlier: Sequence[
         return [f"failed first: rank {bad[0]}, exit status {bad[1]}"] if bad else []
     lines = [f"the ranks' own accounts are in {run_dir / 'failures'}"] if accounts else []
     silent = sorted(set(workers.ended) - {failure.rank for failure in recorded})
-    if first.kind == "timeout" and silent:
-        return [*lines, f"failed first: {_ranks(silent)} fell behind and said nothing; waiting for it: {first}"]
-    return [*lines, f"failed first: {first}"]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    return [*lines, verdict(first, silent)]
 
 
 def watch(run: str, *, plain: bool = False) -> int:

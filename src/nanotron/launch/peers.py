@@ -1,35 +1,38 @@
-"""The other ranks of the run: the store through which ranks agree, and the default process group.
+"""The other ranks of the run: the stores through which ranks agree, and the default process group.
 
-The store belongs to the launcher, so it outlives any rank. It holds two facts under ``launch/``: the mistake that some
-rank has said (so that no other says it again), and the failures claimed so far (so that every rank's last line can name
-the first one). Without peers nothing is stored.
+    the launcher's store    where the ranks meet, agree on how to start, and tell who failed (roll.py): it outlives any
+    the ranks' own store    for all that is agreed on while training; rank 0 holds it, so it outlives the launcher
+
+Without a launcher that has a store, rank 0 holds both. Without peers nothing is stored.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import os
+import socket
 import sys
 import time
-from dataclasses import asdict
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.launch.alike import disagreements
-from nanotron.launch.failures import KINDS, Failure
 from nanotron.launch.place import Place
+from nanotron.launch.roll import STORE_WAIT_S, Roll
 from nanotron.parallel.agreement import Agreement
+from nanotron.parallel.store import BoundedStore, LostPeers
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     import torch
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
     from nanotron.config import Config
 
-CLAIM_WAIT_S = 1.0  # how long a rank that lost a peer waits for that peer's own account
 SAY_WAIT_S = 5.0
-LEAVE_WAIT_S = 10.0
+OTHERS_WAIT_S = 1.0  # for rank 0 to have said a mistake that every rank found
 
 
 class Peers:
@@ -37,27 +40,39 @@ class Peers:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._store: Store | None = None
         self._groups_store: Store | None = None
+        self._said: BoundedStore | None = None
+        self._agreement = Agreement("launch", 0, 1, None)
+        self.roll: Roll | None = None
         self.training_store: Store | None = None
         """Where the trainer's parts agree; None in a run of one process."""
 
-    def meet(self, timeout: timedelta) -> None:
-        """Connect to the store that all ranks share."""
-        from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+    def meet(self, timeout_s: float) -> None:
+        """Connect to the stores, and wait for every rank to have come.
 
-        store, _, _ = next(rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-        self._store = PrefixStore("launch", store)
+        Raises LostPeers that names those which do not, and ConfigError for a port that is taken.
+        """
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        place = self._place
+        if place.world == 1 or self.training_store is not None:
+            return
+        store = _launchers_store(place, timeout_s)
         self._groups_store = PrefixStore("groups", store)
-        self.training_store = PrefixStore("training", store)
+        # a connection of its own: the main thread's may be in a wait
+        told = PrefixStore("launch", _reach_store(place.address, place.port, timeout_s))
+        self.roll, self._said = Roll(told, place.rank, place.world), BoundedStore(told, STORE_WAIT_S)
+        self._agreement = Agreement("launch", place.rank, place.world, store, timeout_s=timeout_s)
+        own = _hold_store("localhost", 0, timeout_s) if place.rank == 0 else None
+        where = None if own is None else [_own_address(place), own.port]
+        address, port = self._agreement.decide("the ranks' own store", where, lambda places: places[0])
+        self.training_store = PrefixStore("training", own or _reach_store(address, port, timeout_s))
 
     def gather(self, backend: str, device: torch.device, timeout: timedelta) -> None:
         """Create the default process group; collective."""
         import torch.distributed as dist
 
-        if self._store is None:
-            self.meet(timeout)
+        self.meet(timeout.total_seconds())
         dist.init_process_group(
             backend,
             store=self._groups_store,
@@ -67,78 +82,120 @@ class Peers:
             device_id=None if device.type == "cpu" else device,
         )
 
-    def compare(self, config: Config | None, mistakes: list[str], timeout: timedelta) -> list[str]:
+    def compare(self, config: Config | None, mistakes: list[str]) -> list[str]:
         """What is wrong with the ranks' configs, ``mistakes`` being this rank's; the same lines on every rank."""
-        place = self._place
-        agreement = Agreement("config", place.rank, place.world, self.training_store, timeout_s=timeout.total_seconds())
-        lines = disagreements(agreement, place, config, mistakes)
-        if lines:
-            self._leave_last("config/read")
-        return lines
-
-    def _leave_last(self, topic: str) -> None:
-        """Keep rank 0, where the store may live, until every rank has come here."""
-        assert self._store is not None
-        self._store.add(topic, 1)
-        deadline = time.monotonic() + LEAVE_WAIT_S
-        while self._place.rank == 0 and self._store.add(topic, 0) < self._place.world and time.monotonic() < deadline:
-            time.sleep(0.05)
+        return disagreements(self._agreement, self._place, config, mistakes)
 
     def agree_on(self, topic: str, value: str) -> str:
         """Rank 0's value, on every rank."""
-        if self._store is None:
-            return value
-        if self._place.rank == 0:
-            self._store.set(topic, value)
-        return str(self._store.get(topic).decode())
+        return str(self._agreement.decide(topic, value, lambda values: values[0]))
 
     def disband(self) -> None:
-        """Take the process groups down once every rank is done."""
-        if self._store is None:
+        """Take the process groups down, where there are any, once every rank is done."""
+        if self.training_store is None:
             return
         import torch.distributed as dist
 
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
 
     # ------------------------------------------------------------ who says what
 
+    def say_known(self, mistakes: list[str]) -> int:
+        """Print mistakes that every rank knows of, once for all of them. Returns the exit code."""
+        if self._place.rank == 0:
+            print(*mistakes, sep="\n", file=sys.stderr, flush=True)
+        elif self._said is None:
+            time.sleep(OTHERS_WAIT_S)
+        self._leave_in_order(says=self._place.rank == 0)
+        return codes.USER_MISTAKE
+
     def say_once(self, mistake: str) -> int:
         """Print a mistake that several ranks may have found, once for all of them. Returns the exit code."""
-        if self._store is None or self._store.add("mistake/finders", 1) == 1:
+        first = True
+        with suppress(LostPeers):
+            first = self._said is None or self._said.add("mistake/finders", 1) == 1
+        if first:
             print(mistake, file=sys.stderr, flush=True)
-            if self._store is not None:
-                self._store.set("mistake/said", "1")
-        else:  # torchrun ends every rank as soon as one exits, so the one that prints goes first
-            self._wait_for("mistake/said", SAY_WAIT_S)
+        self._leave_in_order(says=first)
         return codes.USER_MISTAKE
+
+    def _leave_in_order(self, *, says: bool) -> None:
+        """Leave after the rank that says a mistake has done so, as torchrun ends every rank when one exits.
+
+        Rank 0, which holds a store, leaves when all others have heard of it, or have had time to.
+        """
+        deadline = time.monotonic() + SAY_WAIT_S
+        with suppress(LostPeers):
+            if says and self._said is not None:
+                self._said.set("mistake/said", "1")
+            while self._said is not None and time.monotonic() < deadline:
+                if self._place.rank > 0 and self._said.check(["mistake/said"]):
+                    self._said.add("mistake/heard", 1)
+                    return
+                if self._place.rank == 0 and self._said.add("mistake/heard", 0) == self._place.world - 1:
+                    return
+                time.sleep(0.05)
 
     def mistake_was_said(self) -> bool:
         """Whether some rank ended over a mistake of the user's, which then is what broke this rank's connections."""
-        if self._store is None:
-            return False
         try:
-            return self._store.add("mistake/finders", 0) > 0
-        except (RuntimeError, ConnectionError):
+            return self._said is not None and self._said.add("mistake/finders", 0) > 0
+        except LostPeers:
             return False
 
-    def claim(self, failure: Failure) -> Failure:
-        """Tell the others about a failure, and return the one that came first as far as anybody has told.
 
-        A rank that only lost its peers, or waited for them in vain, first gives them time for their own accounts.
-        """
-        if self._store is None:
-            return failure
+def _launchers_store(place: Place, timeout_s: float) -> TCPStore:
+    """The store at MASTER_ADDR:MASTER_PORT; rank 0 makes it where the launcher has none."""
+    if place.rank == 0 and not place.launched:
+        return _hold_store(place.address, place.port, timeout_s)
+    return _reach_store(place.address, place.port, timeout_s)
+
+
+def _hold_store(address: str, port: int, timeout_s: float) -> TCPStore:
+    """A store that lives in this process; port 0 is any that is free. ``address`` is this machine's."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    both = socket.has_dualstack_ipv6()
+    try:
+        listener = socket.create_server(
+            ("", port), family=socket.AF_INET6 if both else socket.AF_INET, backlog=1024, dualstack_ipv6=both
+        )
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = f"{os.strerror(error.errno)} on {socket.gethostname()}"
+        raise ConfigError(f"MASTER_PORT={port}: {why}; choose a port that is free there") from error
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _reach_store(address: str, port: int, timeout_s: float) -> TCPStore:
+    """A connection to a store; raises LostPeers when nobody listens there in time."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    deadline, why = time.monotonic() + timeout_s, ""
+    while time.monotonic() < deadline:
         try:
-            self._store.compare_set(f"failure/{failure.kind}", "", json.dumps(asdict(failure)))
-            if failure.kind in ("peer", "timeout"):
-                time.sleep(CLAIM_WAIT_S)
-            known = [kind for kind in KINDS if self._store.check([f"failure/{kind}"])]
-            return Failure(**json.loads(self._store.get(f"failure/{known[0]}")))
-        except (RuntimeError, ConnectionError):  # the launcher is gone, and the store with it
-            return failure
+            socket.create_connection((address, port), timeout=min(5.0, timeout_s)).close()
+            return TCPStore(
+                address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+            )
+        except OSError as error:
+            why = str(error)
+            time.sleep(0.1)
+    raise LostPeers(f"rank 0 did not open a store at {address}:{port} within {timeout_s:g} s ({why})", [0])
 
-    def _wait_for(self, key: str, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._store is not None and not self._store.check([key]) and time.monotonic() < deadline:
-            time.sleep(0.05)
+
+def _own_address(place: Place) -> str:
+    """Where other machines reach this one: the end here of a connection to the machine they all know."""
+    with socket.create_connection((place.address, place.port), timeout=STORE_WAIT_S) as connection:
+        here, there = connection.getsockname()[0], connection.getpeername()[0]
+    return place.address if here == there else str(here)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import torch
 
 
+SETS_THEM = "torchrun sets it, or whoever starts the ranks without torchrun"
+
+
 @dataclass(frozen=True)
 class Place:
     """One process of a run: its rank of ``world``, and its place among the ranks of its machine."""
@@ -23,28 +26,70 @@ class Place:
     world: int
     local_rank: int
     local_world: int
+    address: str = ""
+    """MASTER_ADDR, where ranks meet, and with ``port`` MASTER_PORT; unused in a run of one process."""
+    port: int = 0
+    launched: bool = False
+    """Whether a launcher watches over this process and holds the store at that address: torchrun, or our own."""
 
     @property
     def num_nodes(self) -> int:
         """Machines of the run, each with as many ranks."""
         return self.world // self.local_world
 
-    @property
-    def node(self) -> int:
-        """Which of the machines this is, from 0."""
-        return self.rank // self.local_world
-
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> Place:
-        """Read what torchrun sets; without it this process is the whole run."""
-        world = int(environment.get("WORLD_SIZE", "1"))
-        rank = int(environment.get("RANK", "0"))
-        return Place(
+        """Read what torchrun sets; without it this process is the whole run.
+
+        Raises ConfigError for numbers that make no run, and for those that are missing.
+        """
+        numbers = _Numbers(environment)
+        world = numbers.read("WORLD_SIZE", 1, least=1, most=1 << 24)
+        if numbers.problems:  # all others are measured by it
+            raise ConfigError(numbers.problems)
+        if world > 1:
+            numbers.need("RANK", "MASTER_ADDR", "MASTER_PORT")
+        local_world = numbers.read("LOCAL_WORLD_SIZE", world, least=1, most=world)
+        rank = numbers.read("RANK", 0, least=0, most=world - 1)
+        place = Place(
             rank=rank,
             world=world,
-            local_rank=int(environment.get("LOCAL_RANK", rank)),
-            local_world=int(environment.get("LOCAL_WORLD_SIZE", world)),
+            local_rank=numbers.read("LOCAL_RANK", rank % local_world, least=0, most=local_world - 1),
+            local_world=local_world,
+            address=environment.get("MASTER_ADDR", ""),
+            port=numbers.read("MASTER_PORT", 0, least=1, most=65535) if world > 1 else 0,
+            launched=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
+        if numbers.problems:
+            raise ConfigError(numbers.problems)
+        return place
+
+
+class _Numbers:
+    """Whole numbers of the environment, and what is wrong with them."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self.problems: list[str] = []
+
+    def read(self, name: str, default: int, *, least: int, most: int) -> int:
+        """The variable's value, or ``default`` where it is not set or not allowed."""
+        text = self._environment.get(name, "").strip()
+        if not text:
+            return default
+        if text.isdecimal() and text.isascii() and len(text) < 10 and least <= int(text) <= most:
+            return int(text)
+        with_world = f" with WORLD_SIZE={self._environment.get('WORLD_SIZE', '1')}" if name != "WORLD_SIZE" else ""
+        self.problems.append(f"{name}={text[:20]}: {SETS_THEM}, to a whole number from {least} to {most}{with_world}")
+        return default
+
+    def need(self, *names: str) -> None:
+        """Let these variables be set."""
+        for name in names:
+            if not self._environment.get(name, "").strip():
+                self.problems.append(
+                    f"{name} is not set, but WORLD_SIZE={self._environment['WORLD_SIZE']}: {SETS_THEM}"
+                )
 
 
 def num_threads(asked: int | None, place: Place, environment: Mapping[str, str]) -> int:

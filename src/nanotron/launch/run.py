@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import partial
@@ -24,7 +23,15 @@ from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
 from nanotron.launch import codes
-from nanotron.launch.failures import STACK_SIGNAL, Failure, failure_of, record_path, write_failure
+from nanotron.launch.failures import (
+    STACK_SIGNAL,
+    Failure,
+    failure_of,
+    record_path,
+    tell_torchrun,
+    verdict,
+    write_failure,
+)
 from nanotron.launch.folder import claim_folders, describe_run, name_of_run, on_rank_0, run_directory
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import (
@@ -35,6 +42,8 @@ from nanotron.launch.place import (
     num_threads,
     schedule_as_batch,
 )
+from nanotron.launch.roll import claimed
+from nanotron.launch.watch import Watch, leave_now
 from nanotron.logging import get_logger, set_up_logging
 
 if TYPE_CHECKING:
@@ -45,9 +54,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-MEETING_TIMEOUT = timedelta(minutes=10)
-OTHERS_WAIT_S = 1.0  # for rank 0 to have said a mistake that every rank knows of
+MEETING_S = 600.0  # for ranks to meet where a config is too wrong to say
 ALONE_WAIT_S = 5.0  # for the launcher to end this rank, as it does when rank 0 found the same mistake
+SAVE_MARGIN_S = 30.0  # beyond checkpoints.preempt_grace_s, for a rank to end after its last save
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,37 +80,44 @@ def parser() -> argparse.ArgumentParser:
 def run_train(argv: Sequence[str] | None = None) -> int:
     """Run this rank and return its exit code (see ``codes``)."""
     arguments = parser().parse_args(argv)
-    place = Place.from_environment(os.environ)
+    try:
+        place = Place.from_environment(os.environ)
+    except ConfigError as mistake:
+        print(mistake, file=sys.stderr, flush=True)
+        return codes.USER_MISTAKE
     peers = Peers(place)
+    watch = Watch(place, peers)
     config: Config | None = None
     notices: list[str] = []
     mistakes: list[str] = []
-    # torchrun sends SIGTERM to all ranks as soon as one has exited: not before rank 0 has said why
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         config, notices = checked_config(arguments.config_file, arguments.override, world=place.world)
     except ConfigError as error:
         mistakes = error.problems
-    if mistakes and not _may_be_alone(place):
-        return _say_once(mistakes, place)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    if place.world > 1:
-        peers.meet(MEETING_TIMEOUT)
-        mistakes = peers.compare(config, mistakes, MEETING_TIMEOUT)
-        if mistakes:
-            return _say_once(mistakes, place)
-    assert config is not None
-    config.general.run = peers.agree_on("run", config.general.run)  # its date may differ by a second
-    return _train(config, place, peers, notices, allow_data_change=arguments.allow_data_change)
+    if mistakes and not _may_be_alone(place, watch):
+        return peers.say_known(mistakes)
+
+    def work() -> int:
+        found = mistakes
+        if place.world > 1:
+            peers.meet(MEETING_S if config is None else config.general.timeout_s)
+            found = peers.compare(config, mistakes)
+        if found or config is None:
+            return peers.say_known(found)
+        config.general.run = peers.agree_on("run", config.general.run)  # its date may differ by a second
+        return _train(config, place, peers, watch, notices, allow_data_change=arguments.allow_data_change)
+
+    watch.begin()
+    return _to_the_end(work, None if config is None else run_directory(config), place, peers, watch)
 
 
-def _may_be_alone(place: Place) -> bool:
+def _may_be_alone(place: Place, watch: Watch) -> bool:
     """Whether a mistake of this rank may be its alone, so that the ranks have to ask each other, which takes seconds.
 
     On one machine rank 0 does not ask, and when it has ended over the same mistake, the launcher ends the others.
     """
     deadline = time.monotonic() + ALONE_WAIT_S
-    while place.num_nodes == 1 and place.rank > 0 and signal.SIGTERM not in signal.sigpending():
+    while place.num_nodes == 1 and place.rank > 0 and not watch.was_told:
         if time.monotonic() > deadline:
             return True
         time.sleep(0.05)
@@ -121,23 +137,38 @@ def checked_config(config_file: str, overrides: Sequence[str], *, world: int | N
     return checked.config, checked.notices
 
 
-def _say_once(mistakes: Sequence[str], place: Place) -> int:
-    """Print mistakes that every rank knows of: rank 0 does, the others give it time to."""
-    if place.rank == 0:
-        print(*mistakes, sep="\n", file=sys.stderr, flush=True)
-    else:
-        time.sleep(OTHERS_WAIT_S)
-    return codes.USER_MISTAKE
+def _to_the_end(work: Callable[[], int], run_dir: Path | None, place: Place, peers: Peers, watch: Watch) -> int:
+    """Call ``work`` and end: cleanly with the code that it returns, or with a record of what failed."""
+    record = partial(_record_failure, run_dir=run_dir, peers=peers)
+    watch.record = lambda why: record(Failure(place.rank, "peer", why))
+    try:
+        code = work()
+        watch.end(code)
+        peers.disband()
+        return code
+    except ConfigError as mistake:
+        watch.end(codes.USER_MISTAKE)
+        code = peers.say_once(str(mistake))
+    except SystemExit as leaving:
+        watch.end(codes.USER_MISTAKE)
+        code = peers.say_once(_who_left(leaving))
+    except Exception as error:
+        watch.end(codes.OUR_BUG)
+        code = record(failure_of(error, place.rank))
+    if place.world > 1:  # groups cannot be taken down with the others: their destructors would wait for lost peers
+        leave_now(code)
+    return code
 
 
-def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, allow_data_change: bool) -> int:
-    """Set this rank up, train, and end: cleanly, or with a record of what failed."""
+def _train(
+    config: Config, place: Place, peers: Peers, watch: Watch, notices: list[str], *, allow_data_change: bool
+) -> int:
+    """Set this rank up and train."""
     faulthandler.register(STACK_SIGNAL)
     run_dir = run_directory(config)
-    claimed: ExitStack | None = None
+    device, mesh = _set_up(config, place, peers)
+    claimed = _open_folders(config, mesh, peers)
     try:
-        device, mesh = _set_up(config, place, peers)
-        claimed = _open_folders(config, mesh, peers)
         with suppress(OSError):  # an older run's, told apart by its time
             record_path(run_dir, place.rank).unlink(missing_ok=True)
         if place.rank == 0:
@@ -145,29 +176,18 @@ def _train(config: Config, place: Place, peers: Peers, notices: list[str], *, al
                 logger.info(notice)
         from nanotron.training.trainer import train
 
-        code = train(
+        return train(
             config,
             mesh,
             device,
             store=peers.training_store,
             allow_data_change=allow_data_change,
             before_training=partial(_describe, run_dir, config, mesh, device, peers),
+            stoppable=partial(watch.training, grace_s=config.checkpoints.preempt_grace_s + SAVE_MARGIN_S),
         )
-        peers.disband()
-        return code
-    except ConfigError as mistake:
-        code = peers.say_once(str(mistake))
-    except SystemExit as leaving:
-        code = peers.say_once(_who_left(leaving))
-    except KeyboardInterrupt:
-        code = codes.PREEMPTED_UNSAVED
-    except Exception as error:
-        code = _record_failure(failure_of(error, place.rank), run_dir, peers)
     finally:
         if claimed is not None:
             claimed.close()
-    leave(code, place)
-    return code
 
 
 def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, Mesh]:
@@ -211,18 +231,26 @@ def _describe(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, p
     on_rank_0("description", describe, config, mesh, peers.training_store)
 
 
-def _record_failure(failure: Failure, run_dir: Path, peers: Peers) -> int:
-    """Put a failure on record and let the last line name the rank that failed first. Returns the exit code."""
+def _record_failure(failure: Failure, run_dir: Path | None, peers: Peers) -> int:
+    """Say and record a failure, and let the last line name the rank that failed first. Returns the exit code.
+
+    Nothing here waits long: the run's folder, the store and the other ranks may all be out of reach.
+    """
+    if failure.kind != "own" and peers.mistake_was_said():
+        return codes.USER_MISTAKE
+    if peers.roll is not None:  # it may be a while until the verdict
+        print(failure, file=sys.stderr, flush=True)
     try:
-        write_failure(run_dir, failure)
+        if run_dir is not None:
+            write_failure(run_dir, failure)
     except OSError as error:  # a full disk may be what failed
         print(f"rank {failure.rank}'s failure is not on record ({error})", file=sys.stderr)
-    if peers.mistake_was_said():
-        return codes.USER_MISTAKE
-    first = peers.claim(failure)
+    first, silent = claimed(peers.roll, failure)
     if first.rank == failure.rank:
         print(failure.traceback, file=sys.stderr, end="")
-    print(f"failed first: {first}", file=sys.stderr, flush=True)
+    line = verdict(first, silent)
+    print(line, file=sys.stderr, flush=True)
+    tell_torchrun(line, first, failure)
     return codes.OUR_BUG
 
 
@@ -234,11 +262,3 @@ def _who_left(leaving: SystemExit) -> str:
         f"{last.filename}, line {last.lineno}, in {last.name}: sys.exit({leaving.code!r}) ended the run; code that a "
         "config names has to return, or to raise an error"
     )
-
-
-def leave(code: int, place: Place) -> None:
-    """End a rank that cannot take its groups down with the others: their destructors would wait for lost peers."""
-    if place.world > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -10,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -51,12 +49,14 @@ def train(
     store: Store | None = None,
     allow_data_change: bool = False,
     before_training: Callable[[], None] = lambda: None,
+    stoppable: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda stop: nullcontext(),
 ) -> int:
     """Run the training that ``config`` describes on this rank; the same call on all ranks.
 
     ``mesh`` has its groups; ``store`` is the one through which all ranks agree (None for one process);
-    ``before_training`` is called when it is known that a step is left to train. Returns the exit code. Raises
-    ConfigError for what only now shows to be a mistake, such as a checkpoint of another model.
+    ``before_training`` is called when it is known that a step is left to train; the loop runs in what ``stoppable``
+    makes of the function that asks it to save and stop. Returns the exit code. Raises ConfigError for what only now
+    shows to be a mistake, such as a checkpoint of another model, and LostPeers for ranks that a save waits for in vain.
     """
     training = Training(config, mesh, device)
     start = load_or_begin(training, config, mesh, store)
@@ -90,7 +90,7 @@ def train(
         if config.profiler is not None and config.profiler.pipeline_trace is not None:
             steps = config.profiler.pipeline_trace.steps
             run.traced = recorder(training.pipeline, mesh, steps, run_directory(config) / "traces")
-        with _signals(run), _located(run), profiler as run.after_step:
+        with stoppable(run.stop), _located(run), profiler as run.after_step:
             return run.to_the_end()
     finally:
         feed.close()
@@ -148,6 +148,10 @@ class Run:
         self._last_save_time = time.monotonic()
         self._seconds_compiling = 0.0
         self._told_of_no_targets = False
+
+    def stop(self) -> None:
+        """Ask for a save and the end of the run after the current step; from any thread."""
+        self.told_to_stop = True
 
     def to_the_end(self) -> int:
         """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
@@ -321,22 +325,6 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     return str(torch.get_device_module(device).get_device_name(device))
-
-
-@contextmanager
-def _signals(run: Run) -> Iterator[None]:
-    """Turn SIGTERM, SIGINT and SIGUSR1 into the wish to save and stop after the current step."""
-
-    def wish(number: int, frame: FrameType | None) -> None:
-        run.told_to_stop = True
-
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.signal(number, wish) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -1,0 +1,30 @@
+"""Signals to stop, as the parent of the ranks hears them. Imports next to nothing: it is the first thing a run does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from nanotron.launch import codes
+
+if TYPE_CHECKING:
+    from nanotron.launch.host import Workers
+
+
+class StopSignals:
+    """Signals to stop, heard from before there are ranks, when they end this process, until after their end."""
+
+    def __init__(self) -> None:
+        self.workers: Workers | None = None
+        for number in codes.STOP_SIGNALS:
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.workers is not None:
+            self.workers.stop(number)
+            return
+        print("told to stop before the first step", file=sys.stderr, flush=True)
+        os._exit(codes.PREEMPTED_UNSAVED)
