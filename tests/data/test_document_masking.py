@@ -5,7 +5,7 @@ import pytest
 import torch
 import yaml
 
-from nanotron.batch import IGNORED_LABEL
+from nanotron.batch import IGNORED_LABEL, Span
 from nanotron.check import check
 from nanotron.data.document_ends import mask_problems
 from nanotron.data.feed import Feed
@@ -59,7 +59,7 @@ def batches(config):
     feed = Feed(config, Mesh(), device=torch.device("cpu"))
     found = [batch for step in (1, 2, 3) for batch in feed.step(step).microbatches]
     feed.close()
-    return [[None if part is None else part.tolist() for part in batch] for batch in found]
+    return [[part.tolist() if isinstance(part, torch.Tensor) else part for part in batch] for batch in found]
 
 
 @pytest.mark.parametrize("kind", [".npy", ".bin", ".ds"])
@@ -75,15 +75,16 @@ def test_documents_of_files_without_an_index_end_with_the_end_token_and_are_mask
     flat = masked({"dataset_folder": str(tmp_path / "flat"), "token_size_in_bytes": 2})
     assert list(mask_problems(flat)) == []
     assert batches(flat) == expected
-    assert any(doc_starts is not None for *_, doc_starts in expected)
+    assert any(spans is not None for *_, spans in expected)
 
 
 def test_rows_of_a_python_function_are_masked_at_the_end_token(tmp_path):
     (tmp_path / "own.py").write_text("def rows(): return [[1, 2, 3, 4, 2, 6, 7, 8, 2]] * 9")
     dataset = {"python": f"{tmp_path}/own.py:rows"}
-    tokens, labels, positions, doc_starts = batches(masked(dataset))[0]
+    tokens, labels, positions, spans = batches(masked(dataset))[0]
     assert (tokens[0], positions[0]) == ([1, 2, 3, 4, 2, 6, 7, 8], [0, 1, 0, 1, 2, 0, 1, 2])
-    assert (labels[0], doc_starts[0]) == ([2, -100, 4, 2, -100, 7, 8, 2], [0, 0, 2, 2, 2, 5, 5, 5])
+    assert labels[0] == [2, -100, 4, 2, -100, 7, 8, 2]
+    assert spans[0] == (Span(0, 2, 0, 2), Span(2, 5, 2, 5), Span(5, 8, 5, 8))
     with pytest.raises(ConfigError, match=r"own.py:rows has no index of its documents, and neither a tokenizer nor"):
         batches(masked(dataset, model_config={"eos_token_id": None}))
 

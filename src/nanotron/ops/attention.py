@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn.attention.bias import causal_lower_right
 
 from nanotron.batch import Spans
 from nanotron.ops.gemm import add_product, product
@@ -60,7 +59,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The same by torch's own choice of kernel."""
     s, m, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
-    bias = causal_lower_right(s, m) if 1 < s < m else None
+    bias = None
+    if 1 < s < m:
+        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: seconds, on every rank
+
+        bias = causal_lower_right(s, m)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
     return F.scaled_dot_product_attention(q, k, v, bias, is_causal=1 < s == m, enable_gqa=grouped).transpose(1, 2)
 
