@@ -25,7 +25,7 @@ from nanotron.data.feed import Feed
 from nanotron.metrics import Metrics
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.control import Outcome
-from nanotron.training.diagnostics import Details
+from nanotron.training.diagnostics import Diagnostics
 from nanotron.training.step import Training
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "config_tiny_llama.yaml"
@@ -52,7 +52,7 @@ def rows(config: Config, folder: Path, told: list[Outcome]) -> list[float]:
     metrics = Metrics(config, Mesh(), folder, device=torch.device("cpu"))
     times: list[float] = []
     for step, outcome in enumerate(told, 1):
-        values = {**ROW, "lm_loss": outcome.lm_loss, "grad_norm": outcome.grad_norm, **outcome.details}
+        values = {**ROW, "lm_loss": outcome.lm_loss, "grad_norm": outcome.grad_norm, **outcome.diagnostics}
         values |= {"consumed_samples": 16 * step, "consumed_tokens": 2048 * step}
         timed(lambda step=step, values=values: metrics.log(step, values), times)
     metrics.close()
@@ -76,7 +76,7 @@ def main() -> None:
         batches = feed.step(step).microbatches
         outcomes[0].append(timed(lambda b=batches, n=step: compared.step(n, b).read(), times["a step"]))
         outcomes[1].append(timed(lambda b=batches, n=step: training.step(n, b).read(), times["a step with norms"]))
-        watch = Details(plain, Mesh(), compared.pipeline, [], work=True)
+        watch = Diagnostics(plain, Mesh(), compared.pipeline, [], work=True)
         with watch.watching(batches):
             timed(lambda b=batches, n=step: compared.step(n, b).read(), times["a step that times this rank"])
     feed.close()

@@ -1,4 +1,4 @@
-"""Tokenize a data set into Nanosets, with the flags that existing Nanotron scripts use.
+"""Tokenize a data set into Nanosets, with the flags thatHugging Face Nanotron scripts use.
 
     python tools/preprocess_data.py --tokenizer-name-or-path TOKENIZER --output-folder FOLDER --n-tasks 8 \\
         hf --dataset NAME --column text --split train

@@ -81,12 +81,12 @@ def import_hf(
     source: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face model folder, or a checkpoint of the existing Nanotron.", show_default=False
+            help="A Hugging Face model folder, or a checkpoint of Hugging Face's Nanotron.", show_default=False
         ),
     ],
     target: Annotated[str, typer.Argument(help="Folder of checkpoints to write step 0 into.", show_default=False)],
 ) -> None:
-    """Turn a Hugging Face model, or an existing Nanotron's checkpoint, into a checkpoint (weights only)."""
+    """Turn a Hugging Face model, or a Hugging Face Nanotron's checkpoint, into a checkpoint (weights only)."""
     from nanotron.convert.importing import import_weights
 
     checkpoint = import_weights(source, target, tell=lambda line: print(line, file=sys.stderr))
@@ -374,7 +374,7 @@ def watch(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 our bug, 2 the user's mistake (one line each, no traceback)."""
+    """Run the command line. Exit codes: 0 done, 1 internal error, 2 the user's mistake (one line each)."""
     open_streams()
     try:
         try:

@@ -130,7 +130,7 @@ def test_damaged_steps_of_the_runs_own_lead_to_older_ones_and_to_the_copies_but_
     ("file", "message"),
     [
         (None, "there is no such folder, or it is empty"),
-        ("checkpoint_metadata.json", "a checkpoint of the existing Nanotron.*model.init_method.path"),
+        ("checkpoint_metadata.json", "a checkpoint of Hugging Face's Nanotron.*model.init_method.path"),
         ("config.json", "a Hugging Face model.*model.init_method.path"),
         ("something.txt", "neither an index.json nor steps"),
         ("7/shard-00000-of-00001.safetensors", "none of its steps has an index.json"),

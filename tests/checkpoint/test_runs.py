@@ -85,7 +85,7 @@ def run_in(rank: int, world: int, folder: str, values: dict[str, Any], stop_at: 
     made, before = trainer.Run._make, os.getcwd()
 
     def make(self: trainer.Run, data: Any) -> None:
-        self.told_to_stop = self.step + 1 == stop_at
+        self.preempted = self.step + 1 == stop_at
         made(self, data)
 
     trainer.Run._make = make

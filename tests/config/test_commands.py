@@ -201,8 +201,8 @@ def test_every_key_is_declared_with_a_description_that_is_a_sentence() -> None:
         assert info.description.endswith("."), f"{section.__name__}.{name}: {info.description}"
 
 
-# The keys of the existing Nanotron that people's files have.
-EXISTING = """
+# The keys of Hugging Face's Nanotron that people's files have.
+HF_NANOTRON = """
 general: project run seed step consumed_train_samples benchmark_csv_path ignore_sanity_checks
 parallelism: dp pp tp pp_engine tp_mode tp_linear_async_communication recompute_layer tp_recompute_allgather
   expert_parallel_size context_parallel_size moe_layer_recompute
@@ -238,12 +238,12 @@ s3_upload: upload_s3_path remove_after_upload s5cmd_numworkers s5cmd_concurrency
 """
 
 
-def test_the_compatibility_table_is_fresh_and_has_every_key_of_the_existing_nanotron() -> None:
+def test_the_compatibility_table_is_fresh_and_has_every_key_of_hugging_faces_nanotron() -> None:
     page = (ROOT / "docs" / "compatibility.md").read_text()
     table = re.search(r"<!-- keys:.*?-->\n\n(.*?)\n<!-- end of keys -->", page, flags=re.DOTALL)
     assert table is not None
     assert table[1] == status_table(), STALE
-    for line in re.sub(r"\n  +", " ", EXISTING.strip()).splitlines():
+    for line in re.sub(r"\n  +", " ", HF_NANOTRON.strip()).splitlines():
         section, keys = line.split(": ")
         missing = [key for key in keys.split() if f"| `{section}.{key}` |" not in table[1]]
         assert not missing, section

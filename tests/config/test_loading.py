@@ -1,4 +1,4 @@
-"""How files are read: numbers as people write them, old shapes, YAML's corners, scripts of the existing Nanotron."""
+"""How files are read: numbers as people write them, old shapes, YAML's corners, scripts of Hugging Face's Nanotron."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ assert get_config_from_file("out.yaml") == config
 """
 
 
-def test_a_config_script_of_the_existing_nanotron_writes_its_yaml(tmp_path: Path) -> None:
+def test_a_config_script_of_hugging_faces_nanotron_writes_its_yaml(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     ran = nanotron(tmp_path, "script.py")
     assert (ran.returncode, ran.stderr, ran.stdout) == (0, "", "8p19K\n")
@@ -204,7 +204,7 @@ def test_classes_without_a_counterpart_say_why() -> None:
         from nanotron.config import LightEvalConfig  # noqa: F401
 
 
-def test_a_full_file_of_the_existing_nanotron_is_accepted_with_a_notice_for_every_key_without_effect(
+def test_a_full_file_of_hugging_faces_nanotron_is_accepted_with_a_notice_for_every_key_without_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -122,8 +122,8 @@ def test_what_is_legal_and_surprising_gets_a_notice(tmp_path: Path) -> None:
     notices = [line.removeprefix(f"{file}:") for line in examine(file).notices]
     assert notices == [
         "6: model.model_config.intermediate_size: left out, so 192 (8/3 of hidden_size, rounded up to a multiple of"
-        " 64); the existing Nanotron takes 11008",
-        "6: model.model_config.attention_bias: left out, so Qwen2 has its biases on q, k and v; the existing Nanotron"
+        " 64); Hugging Face's Nanotron takes 11008",
+        "6: model.model_config.attention_bias: left out, so Qwen2 has its biases on q, k and v; Hugging Face's Nanotron"
         " leaves them away",
         "13: optimizer.learning_rate_scheduler.min_decay_lr: left out, so the learning rate stays at 0.0003 after"
         " warm-up; set it, e.g. to a tenth, for a decay",

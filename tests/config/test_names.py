@@ -1,11 +1,11 @@
-"""Regular expressions of weight_decay_exclude_named_params match our names and the existing Nanotron's."""
+"""Regular expressions of weight_decay_exclude_named_params match our names and Hugging Face's Nanotron's."""
 
 from __future__ import annotations
 
 import pytest
 
 from nanotron.config import LlamaConfig
-from nanotron.models.hf_nanotron_names import existing_name, matching
+from nanotron.models.hf_nanotron_names import hf_nanotron_name, matching
 from nanotron.models.specs import decoder_specs
 
 NAMES = list(
@@ -30,6 +30,6 @@ def test_a_pattern_matches_from_the_start_of_either_name(pattern: str, found: se
     assert matching(NAMES, [pattern]) == found
 
 
-def test_every_parameter_has_a_name_in_the_existing_nanotron() -> None:
-    assert existing_name("layers.11.mlp_norm.weight") == "model.decoder.11.pp_block.post_attention_layernorm.weight"
-    assert all(existing_name(name).startswith("model.") for name in NAMES)
+def test_every_parameter_has_a_name_in_hugging_faces_nanotron() -> None:
+    assert hf_nanotron_name("layers.11.mlp_norm.weight") == "model.decoder.11.pp_block.post_attention_layernorm.weight"
+    assert all(hf_nanotron_name(name).startswith("model.") for name in NAMES)

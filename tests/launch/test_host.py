@@ -76,7 +76,7 @@ def test_a_rank_that_outlives_another_ones_failure_says_where_it_is_and_is_ended
     monkeypatch.setattr(host, "time", clock)  # somebody sets the machine's clock back, again and again
     monkeypatch.setattr(host, "FAILURE_GRACE_S", 0.3)
     workers = run(raise_on_rank_one, 2)
-    assert exit_code(workers) == codes.OUR_BUG
+    assert exit_code(workers) == codes.INTERNAL_ERROR
     assert workers.ended[0][0] == -signal.SIGTERM
     assert workers.killed() == [], "a rank that we ended did not fail"
     errors = capfd.readouterr().err
@@ -93,7 +93,7 @@ def kill_rank_one(argv: Sequence[str]) -> int:
 
 def test_a_killed_rank_is_named_as_the_first_failure() -> None:
     workers = run(kill_rank_one, 3)
-    assert exit_code(workers) == codes.OUR_BUG
+    assert exit_code(workers) == codes.INTERNAL_ERROR
     first = first_of(workers.killed())
     assert first is not None
     assert (first.rank, first.error) == (1, "ended by SIGKILL")

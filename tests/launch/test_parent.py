@@ -38,13 +38,13 @@ def test_a_stopped_run_says_how_to_go_on(tmp_path: Path, code: int) -> None:
 def test_the_last_line_names_the_rank_whose_own_failure_it_was(tmp_path: Path) -> None:
     write_failure(tmp_path, failure(0, "peer", 999.0))
     write_failure(tmp_path, failure(1, "own"))
-    *_, last = closing_lines(codes.OUR_BUG, ended(1, 1), tmp_path, [])
+    *_, last = closing_lines(codes.INTERNAL_ERROR, ended(1, 1), tmp_path, [])
     assert last == "failed first: rank 1 on host (step 5): what it said"
 
 
 def test_a_failure_of_an_earlier_run_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     write_failure(tmp_path, failure(0, "own"))
-    *_, last = closing_lines(codes.OUR_BUG, ended(0, -9), tmp_path, read_failures(tmp_path))
+    *_, last = closing_lines(codes.INTERNAL_ERROR, ended(0, -9), tmp_path, read_failures(tmp_path))
     assert last.startswith("failed first: rank 1 on ")
     assert last.endswith("ended by SIGKILL")
 
@@ -54,12 +54,12 @@ def test_when_ranks_waited_in_vain_the_silent_one_is_named(tmp_path: Path) -> No
         write_failure(tmp_path, failure(rank, "timeout"))
     workers = ended(1, -15, 1)
     workers.being_ended = 1000.05  # rank 1 hung, and was ended by us
-    *_, last = closing_lines(codes.OUR_BUG, workers, tmp_path, [])
+    *_, last = closing_lines(codes.INTERNAL_ERROR, workers, tmp_path, [])
     assert last.startswith("failed first: rank 1 fell behind and said nothing; waiting for it: rank 0 ")
 
 
 def test_a_rank_that_left_no_record_is_named_with_its_status(tmp_path: Path) -> None:
-    assert closing_lines(codes.OUR_BUG, ended(0, 7), tmp_path, []) == ["failed first: rank 1, exit status 7"]
+    assert closing_lines(codes.INTERNAL_ERROR, ended(0, 7), tmp_path, []) == ["failed first: rank 1, exit status 7"]
 
 
 def write_run(folder: Path, steps: int) -> None:

@@ -133,7 +133,7 @@ def test_a_failure_that_cannot_be_recorded_is_still_told(folder: Path) -> None:
     spoil += "    raise ValueError('what really went wrong')\nnanotron.training.step.Training.step = step"
     script = driver(folder, spoil)
     done = train_alone(folder, script)
-    assert done.returncode == codes.OUR_BUG
+    assert done.returncode == codes.INTERNAL_ERROR
     assert done.stderr.splitlines()[-1].startswith("failed first: rank 0")
     assert done.stderr.splitlines()[-1].endswith("ValueError: what really went wrong")
 
@@ -231,7 +231,7 @@ def test_a_killed_rank_is_named_in_the_last_line(folder: Path) -> None:
     process = start_long_run(folder)
     os.kill(children(process.pid)[1], signal.SIGKILL)
     _, errors = process.communicate()
-    assert process.returncode == codes.OUR_BUG
+    assert process.returncode == codes.INTERNAL_ERROR
     assert errors.splitlines()[-1].endswith(": ended by SIGKILL")
     assert errors.splitlines()[-1].startswith("failed first: rank 1 on ")
 

@@ -151,7 +151,7 @@ with watch.training(lambda: None, grace_s=60):
 
 def test_a_rank_that_does_not_notice_that_another_one_failed_is_ended() -> None:
     rank = start(LOST.format(happens="other.claim(Failure(1, 'own', 'broken'))"))
-    assert end_of(rank) == (codes.OUR_BUG, "another rank has failed\n")
+    assert end_of(rank) == (codes.INTERNAL_ERROR, "another rank has failed\n")
 
 
 def test_a_rank_that_is_told_to_stop_does_not_wait_for_one_that_is_gone() -> None:

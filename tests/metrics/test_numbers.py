@@ -36,7 +36,7 @@ def test_human_duration_shows_the_two_largest_units(seconds: float, text: str) -
     assert human_duration(seconds) == text
 
 
-def test_flops_equal_the_golden_value_of_the_existing_nanotron() -> None:
+def test_flops_equal_the_golden_value_of_hugging_faces_nanotron() -> None:
     model = LlamaConfig(
         hidden_size=64,
         intermediate_size=128,

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanotron.ops import linear as layers
 from nanotron.ops.linear import TensorParallel, linear
 from nanotron.ops.weight_grads import WeightGrads
-from nanotron.parallel.comm import Arrival
+from nanotron.parallel.comm import AsyncHandle
 from nanotron.parallel.mesh import Mesh
 from tests.pool import Pool
 
@@ -34,11 +34,11 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def noting(name: str, begin: Callable[..., Arrival], events: list[str]) -> Callable[..., Arrival]:
+def noting(name: str, begin: Callable[..., AsyncHandle], events: list[str]) -> Callable[..., AsyncHandle]:
     """``begin``, with its beginning and its arrival noted in ``events``."""
     word = name.removeprefix("begin_").rstrip("_")
 
-    def noted(x: Tensor, group: Any, **options: Any) -> Arrival:
+    def noted(x: Tensor, group: Any, **options: Any) -> AsyncHandle:
         if group is None:
             return begin(x, group, **options)
         events.append(f"{word} begins")

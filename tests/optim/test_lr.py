@@ -1,4 +1,4 @@
-"""The learning rate against sequences measured on the existing Nanotron (its step 0, a zero, left out)."""
+"""The learning rate against sequences measured on Hugging Face's Nanotron (its step 0, a zero, left out)."""
 
 from types import SimpleNamespace
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanotron.ops import linear as layers
 from nanotron.optim import buckets
-from nanotron.parallel.comm import Arrival
+from nanotron.parallel.comm import AsyncHandle
 from tests.parity.cases import Case
 from tests.parity.run import Trained, train
 
@@ -19,11 +19,11 @@ def _nothing(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-def _nothing_begun(x: Tensor, group: Any) -> Arrival:
+def _nothing_begun(x: Tensor, group: Any) -> AsyncHandle:
     return lambda: x
 
 
-def _own_part_begun(x: Tensor, group: Any, dim: int) -> Arrival:
+def _own_part_begun(x: Tensor, group: Any, dim: int) -> AsyncHandle:
     """This rank's part of its own addend, the others' forgotten."""
     return lambda: x if group is None else x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 

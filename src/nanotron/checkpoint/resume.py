@@ -29,7 +29,7 @@ from nanotron.parallel.store import Store
 KEY = "checkpoints.resume_checkpoint_path"
 AUTO = {"auto", "null", "none"}
 OTHER_FORMATS = {
-    "checkpoint_metadata.json": "a checkpoint of the existing Nanotron",
+    "checkpoint_metadata.json": "a checkpoint of Hugging Face's Nanotron",
     "config.json": "a Hugging Face model",
 }
 

@@ -87,11 +87,11 @@ _NOT_HERE = {
     "OneForwardOneBackwardPipelineEngine": 'write pp_engine="1f1b"',
     "Starcoder2Config": "the Starcoder2 family is not available",
 }
-"""Names that scripts of the existing Nanotron import and that have no counterpart, with the reason or the way out."""
+"""Names that scripts of Hugging Face's Nanotron import and that have no counterpart, with the reason or the way out."""
 
 
 def __getattr__(name: str) -> object:
-    """Say why a name of the existing Nanotron is not here."""
+    """Say why a name of Hugging Face's Nanotron is not here."""
     if name in _NOT_HERE:
         raise ImportError(f"nanotron.config.{name}: {_NOT_HERE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,9 @@ class CheckpointsArgs:
         None, "Minutes after which a checkpoint is saved, beside checkpoint_interval; null is never.", gt=0
     )
     verify: bool = key(True, "Verify every file's checksum before loading.")
-    preempt_grace_s: Float = key(60.0, "Seconds in which a run that is told to stop has to have saved.", gt=0)
+    preempt_grace_s: Float = key(
+        60.0, "Seconds that a preempted run (SIGTERM, SIGINT, SIGUSR1) has until it is saved.", gt=0
+    )
 
 
 @section

@@ -51,9 +51,9 @@ ScheduleName = Annotated[str, Reads(_schedule_name, lambda legal: legal)]
 class ParallelismArgs:
     """The layout: how many ranks share what. It changes speed and memory and nothing else."""
 
-    dp: Int = key(1, "Replicas of the model (data parallelism).", gt=0)
-    pp: Int = key(1, "Groups of layers, one after another, on different ranks (pipeline parallelism).", gt=0)
-    tp: Int = key(1, "Ranks that share every layer's matrices (tensor parallelism).", gt=0)
+    dp: Int = key(1, "Data-parallel replicas of the model.", gt=0)
+    pp: Int = key(1, "Pipeline-parallel ranks: each holds some of the layers, one after another.", gt=0)
+    tp: Int = key(1, "Tensor-parallel ranks: each holds a shard of every layer's matrices.", gt=0)
     pp_engine: ScheduleName = key(
         "1f1b", "Pipeline schedule, by name, or your own: a `.csv` file, or `file.py:function`.", min_length=1
     )

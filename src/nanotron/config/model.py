@@ -221,7 +221,7 @@ class ExistingCheckpointInit:
     """Weights of an existing checkpoint; the optimizer starts afresh."""
 
     path: str = required(
-        "A checkpoint, a folder of them (the newest is taken), an existing-Nanotron checkpoint, or a Hugging Face"
+        "A checkpoint, a folder of them (the newest is taken), a Hugging Face Nanotron checkpoint, or a Hugging Face"
         " model folder.",
         example="runs/base/1000",
     )

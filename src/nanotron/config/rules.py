@@ -344,10 +344,10 @@ def _stages_are_reached(config: Config) -> Findings:
 DEFAULTS_THAT_DIFFER: dict[str, Callable[[Config], str]] = {
     "model.model_config.intermediate_size": lambda config: (
         f"left out, so {config.model.model_config.intermediate_size} (8/3 of hidden_size, rounded up to a multiple of"
-        " 64); the existing Nanotron takes 11008"
+        " 64); Hugging Face's Nanotron takes 11008"
     ),
     "model.model_config.attention_bias": lambda config: (
-        "left out, so Qwen2 has its biases on q, k and v; the existing Nanotron leaves them away"
+        "left out, so Qwen2 has its biases on q, k and v; Hugging Face's Nanotron leaves them away"
         if isinstance(config.model.model_config, Qwen2Config)
         else ""
     ),

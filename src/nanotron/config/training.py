@@ -32,7 +32,9 @@ class TokensArgs:
     sequence_length: Int = required("Tokens per sample.", example=2048, gt=0)
     micro_batch_size: Int = required("Samples that a replica computes at once.", example=4, gt=0)
     batch_accumulation_per_replica: Int = required(
-        "Micro-batches per replica and step; a step has micro_batch_size · this · dp samples.", example=8, gt=0
+        "Gradient accumulation: micro-batches per replica and step; a step has micro_batch_size · this · dp samples.",
+        example=8,
+        gt=0,
     )
     train_steps: Int = key(1000, "Steps of the whole run.", gt=0)
     val_check_interval: Int = key(-1, "Steps from one validation to the next; -1 is never.", ge=-1)
@@ -54,8 +56,8 @@ class AdamWOptimizerArgs:
     """AdamW."""
 
     adam_eps: Float = key(1e-8, "Added to the root of the second moment.", gt=0)
-    adam_beta1: Float = key(0.9, "Decay of the first moment, per step.", ge=0, lt=1)
-    adam_beta2: Float = key(0.95, "Decay of the second moment, per step.", ge=0, lt=1)
+    adam_beta1: Float = key(0.9, "AdamW's beta1: decay of the first moment, per step.", ge=0, lt=1)
+    adam_beta2: Float = key(0.95, "AdamW's beta2: decay of the second moment, per step.", ge=0, lt=1)
     name: Annotated[Literal["adamW"], _optimizer_name("adamW")] = key("adamW", "Marks the optimizer.", marker=True)
 
 
@@ -82,8 +84,8 @@ AnyOptimizer = Annotated[
 class LRSchedulerArgs:
     """The learning rate of each update, counted from 1."""
 
-    learning_rate: Float = required("Highest learning rate.", example="3e-4", gt=0)
-    lr_warmup_steps: Int = key(0, "Updates during which it rises.", ge=0)
+    learning_rate: Float = required("Learning rate: the highest, after warm-up.", example="3e-4", gt=0)
+    lr_warmup_steps: Int = key(0, "Warm-up: updates during which the learning rate rises.", ge=0)
     lr_warmup_style: Derived[Lower[Literal["linear", "constant"]]] = derived(
         "How it rises; constant means at once.", "linear"
     )
@@ -112,11 +114,16 @@ class OptimizerArgs:
 
     optimizer_factory: Section[AnyOptimizer] = key(None, "The optimizer.", factory=AdamWOptimizerArgs)
     zero_stage: Int = key(
-        1, "0: every replica keeps all optimizer state. 1: replicas share it (ZeRO stage 1).", ge=0, le=1
+        1,
+        "ZeRO stage. 0: every replica keeps all optimizer state. 1: it is sharded over the data-parallel replicas.",
+        ge=0,
+        le=1,
     )
     weight_decay: Float = key(0.1, "Weight decay, per unit of learning rate; never on norms and biases.", ge=0)
-    clip_grad: Float | None = key(1.0, "Largest norm of the whole gradient; null is no limit.", gt=0)
-    accumulate_grad_in_fp32: bool = key(True, "Sum the gradients of micro-batches in float32.")
+    clip_grad: Float | None = key(
+        1.0, "Gradient clipping, by global norm: the largest norm of the whole gradient; null is no limit.", gt=0
+    )
+    accumulate_grad_in_fp32: bool = key(True, "Accumulate the gradients of micro-batches in float32.")
     learning_rate_scheduler: Section[LRSchedulerArgs] = required(
         "The learning rate.", example={"learning_rate": "3e-4"}
     )

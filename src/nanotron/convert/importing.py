@@ -1,4 +1,4 @@
-"""``nanotron import-hf``: a model of Hugging Face's or of the existing Nanotron's becomes a checkpoint of ours."""
+"""``nanotron import-hf``: a model of Hugging Face's or of Hugging Face's Nanotron's becomes a checkpoint of ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanotron.config.document import dump
 from nanotron.config.keys import dotted
 from nanotron.config.model import AnyModelConfig
 from nanotron.convert.schema import CONFIG, read_json
-from nanotron.convert.sources import EXISTING, HUGGING_FACE, OURS, kind_of, open_weights
+from nanotron.convert.sources import HF_NANOTRON, HUGGING_FACE, OURS, kind_of, open_weights
 from nanotron.convert.tokenizer import copy_tokenizer
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
@@ -120,7 +120,7 @@ def read_model_config(path: str) -> ModelConfig:
     values = read_json(folder, file, CONFIG if kind == HUGGING_FACE else MAPPING)
     if kind == HUGGING_FACE:
         values = model_config_from_hf(values)
-    elif kind == EXISTING:
+    elif kind == HF_NANOTRON:
         values = _known_keys(values)
     config = parse_model_config(values, f"{path}/{file}")
     if config.vocab_size is None:  # only a run's data could tell it
@@ -157,6 +157,6 @@ def starter_config(model: ModelConfig, name: str, dtype: str) -> Config:
 
 
 def _known_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """An existing Nanotron's model_config.json without what was switched off or only chose kernels there."""
+    """AnHugging Face Nanotron's model_config.json without what was switched off or only chose kernels there."""
     kernels = {"_attn_implementation", "ring_attn_heads_k_stride"}
     return {name: value for name, value in values.items() if value is not None and name not in kernels}

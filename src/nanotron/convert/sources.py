@@ -3,7 +3,7 @@
 What is inside a folder decides how it is read:
 
     index.json, or steps                a checkpoint of ours
-    checkpoint_metadata.json            a checkpoint of the existing Nanotron: one file per tensor and shard
+    checkpoint_metadata.json            a checkpoint of Hugging Face's Nanotron: one file per tensor and shard
     config.json + *.safetensors         a Hugging Face model
 """
 
@@ -26,7 +26,7 @@ from nanotron.convert.schema import WEIGHT_MAP, read_json
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 from nanotron.models.families import family_of
-from nanotron.models.hf_tensors import Part, existing_nanotron_parts, hugging_face_parts
+from nanotron.models.hf_tensors import Part, hf_nanotron_parts, hugging_face_parts
 from nanotron.parallel.agreement import Agreement, alone
 from nanotron.parallel.params import Box, intersect
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-OURS, EXISTING, HUGGING_FACE = "checkpoint", "existing Nanotron", "Hugging Face"
+OURS, HF_NANOTRON, HUGGING_FACE = "checkpoint", "Hugging Face Nanotron", "Hugging Face"
 
 
 def load_weights(
@@ -62,9 +62,9 @@ def open_weights(path: str, config: ModelConfig) -> CheckpointWeights | ForeignT
     folder = open_folder(found.path)
     if found.kind == OURS:
         return CheckpointWeights(folder, config)
-    files = hugging_face_files(folder) if found.kind == HUGGING_FACE else existing_nanotron_files(folder)
+    files = hugging_face_files(folder) if found.kind == HUGGING_FACE else hf_nanotron_files(folder)
     _check_depth(found.path, config, len(files))
-    parts = hugging_face_parts if found.kind == HUGGING_FACE else existing_nanotron_parts
+    parts = hugging_face_parts if found.kind == HUGGING_FACE else hf_nanotron_parts
     return ForeignTensors(folder, files, parts(config, family_of(config).specs(config)), config)
 
 
@@ -90,7 +90,7 @@ def kind_of(path: str) -> Found:
     if INDEX in names:
         return Found(OURS, path)
     if "checkpoint_metadata.json" in names and "model" in names:
-        return Found(EXISTING, path)
+        return Found(HF_NANOTRON, path)
     if "config.json" in names:
         return Found(HUGGING_FACE, path)
     newest = newest_complete(path)
@@ -98,10 +98,10 @@ def kind_of(path: str) -> Found:
         return Found(OURS, newest)
     steps = [int(name) for name in names if name.isdigit()]
     if steps and "checkpoint_metadata.json" in open_folder(f"{path}/{max(steps)}").names():
-        return Found(EXISTING, f"{path}/{max(steps)}")
+        return Found(HF_NANOTRON, f"{path}/{max(steps)}")
     raise ConfigError(
-        f"{path} holds no weights that can be read: looked for a checkpoint (index.json, or steps with one), a "
-        "checkpoint of the existing Nanotron (checkpoint_metadata.json, model/) and a Hugging Face model (config.json)"
+        f"{path} holds no weights that can be read: looked for a checkpoint (index.json, or steps with one), one of "
+        "Hugging Face's Nanotron (checkpoint_metadata.json, model/) and a Hugging Face model (config.json)"
     )
 
 
@@ -256,8 +256,8 @@ def hugging_face_files(folder: Folder) -> Files:
     return files
 
 
-def existing_nanotron_files(folder: Folder) -> Files:
-    """Where the boxes of each tensor of an existing-Nanotron checkpoint are.
+def hf_nanotron_files(folder: Folder) -> Files:
+    """Where the boxes of each tensor of a Hugging Face Nanotron checkpoint are.
 
     model/<module path>/model_<parameter>[_pp-rank-P-of-N_tp-rank-T-of-M…].safetensors holds one tensor ``data``; a
     shard's metadata pair slices of it with slices of the whole tensor.
@@ -268,7 +268,7 @@ def existing_nanotron_files(folder: Folder) -> Files:
         module, _, file = path.removeprefix("model/").rpartition("/")
         parameter = re.match(r"(?:model_)*([a-z0-9_]+?)(?:_pp-rank-.*|\.safetensors.*)$", file)
         if parameter is None or "data" not in entries:
-            raise Damaged(f"{folder.path}/{path} is no file of an existing-Nanotron checkpoint")
+            raise Damaged(f"{folder.path}/{path} is no file of a Hugging Face Nanotron checkpoint")
         stored = files.setdefault(f"{module.replace('/', '.')}.{parameter[1]}", [])
         try:
             pairs = list(slice_pairs(metadata, entries["data"].shape))

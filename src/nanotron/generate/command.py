@@ -142,7 +142,7 @@ def run_generate(argv: Sequence[str] | None = None) -> int:
         code = INTERRUPTED
     except Exception:  # the outermost frame: shown in full, and told to the caller by the exit code
         traceback.print_exc()
-        code = codes.OUR_BUG
+        code = codes.INTERNAL_ERROR
     if place.world > 1:  # groups cannot be taken down with the others
         leave_now(code)
     return code

@@ -1,6 +1,6 @@
 """What a folder of weights holds: which model, on which layout it is to run here, and its tokenizer.
 
-A checkpoint of ours, of the existing Nanotron, or a Hugging Face model; the layout that wrote it does not matter.
+A checkpoint of ours, of Hugging Face's Nanotron, or a Hugging Face model; the layout that wrote it does not matter.
 """
 
 from __future__ import annotations

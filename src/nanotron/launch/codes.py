@@ -7,7 +7,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 DONE = 0
 """Done, also when nothing was left to train."""
-OUR_BUG = 1
+INTERNAL_ERROR = 1
 """Something failed that the user did not cause; a traceback was printed."""
 USER_MISTAKE = 2
 """One line per mistake was printed, no traceback."""

@@ -136,7 +136,7 @@ def _start(
     process = os.fork()
     if process:
         return process
-    code = codes.OUR_BUG
+    code = codes.INTERNAL_ERROR
     try:
         _become_worker(parent)
         os.environ.update(environment)
@@ -147,7 +147,7 @@ def _start(
             os.execv(sys.executable, [sys.executable, "-c", _program(entry, argv)])
         code = entry(argv)
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else codes.OUR_BUG
+        code = leaving.code if isinstance(leaving.code, int) else codes.INTERNAL_ERROR
     except BaseException:
         traceback.print_exc()
     finally:
@@ -169,7 +169,7 @@ def _become_worker(parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != parent:  # it died before we asked to be told
-        os._exit(codes.OUR_BUG)
+        os._exit(codes.INTERNAL_ERROR)
 
 
 def watch_workers(workers: Workers, *, stop_grace_s: float, refresh: Callable[[], None]) -> None:
@@ -218,4 +218,4 @@ def exit_code(workers: Workers) -> int:
     )
     if stopped or unsaved:
         return codes.PREEMPTED_UNSAVED
-    return bad[1] if bad[1] > 0 else codes.OUR_BUG
+    return bad[1] if bad[1] > 0 else codes.INTERNAL_ERROR

@@ -97,7 +97,7 @@ def closing_lines(code: int, workers: Workers, run_dir: Path, earlier: Sequence[
         return ["stopped after a complete checkpoint; the same command goes on from it"]
     if code == codes.PREEMPTED_UNSAVED:
         return ["stopped before a checkpoint was complete; the same command goes on from the newest complete one"]
-    if code != codes.OUR_BUG:
+    if code != codes.INTERNAL_ERROR:
         return []
     accounts = [failure for failure in read_failures(run_dir) if failure not in earlier]
     recorded = [*workers.killed(), *accounts]

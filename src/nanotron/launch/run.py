@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="run_train.py",
         description="Train a model. torchrun starts one process per rank; without it, one process is the run.",
-        epilog="exit codes: 0 done, 1 our bug, 2 your mistake, 4 stopped by on_nan, 75 preempted and saved, "
+        epilog="exit codes: 0 done, 1 an internal error, 2 your mistake, 4 stopped by on_nan, 75 preempted and saved, "
         "76 preempted and not saved",
     )
     parser.add_argument("--config-file", required=True, metavar="X.yaml", help="the run's config")
@@ -153,7 +153,7 @@ def _to_the_end(work: Callable[[], int], run_dir: Path | None, place: Place, pee
         watch.end(codes.USER_MISTAKE)
         code = peers.say_once(_who_left(leaving))
     except Exception as error:
-        watch.end(codes.OUR_BUG)
+        watch.end(codes.INTERNAL_ERROR)
         code = record(failure_of(error, place.rank))
     if place.world > 1:  # groups cannot be taken down with the others: their destructors would wait for lost peers
         leave_now(code)
@@ -251,7 +251,7 @@ def _record_failure(failure: Failure, run_dir: Path | None, peers: Peers) -> int
     line = verdict(first, silent)
     print(line, file=sys.stderr, flush=True)
     tell_torchrun(line, first, failure)
-    return codes.OUR_BUG
+    return codes.INTERNAL_ERROR
 
 
 def _who_left(leaving: SystemExit) -> str:

@@ -39,10 +39,10 @@ class Watch:
 
     def __init__(self, place: Place, peers: Peers) -> None:
         self._peers = peers
-        self.record: Callable[[str], int] = lambda why: codes.OUR_BUG
+        self.record: Callable[[str], int] = lambda why: codes.INTERNAL_ERROR
         """Puts on record why this rank is ended, says it, and returns the exit code."""
         self._rank, self._launcher = place.rank, os.getppid() if place.launched else None
-        self._phase, self._code = "holding", codes.OUR_BUG
+        self._phase, self._code = "holding", codes.INTERNAL_ERROR
         self._wish: Callable[[], None] = lambda: None
         self._grace_s = 0.0
         self._told = ""  # by whom to stop
@@ -72,7 +72,7 @@ class Watch:
         try:
             yield
         finally:
-            self.end(codes.OUR_BUG)
+            self.end(codes.INTERNAL_ERROR)
 
     def end(self, code: int) -> None:
         """The rank is leaving with this code, and is no longer ended with another one."""

@@ -1,4 +1,4 @@
-"""The names that the existing Nanotron gives to our parameters, for the regular expressions in its users' configs."""
+"""The names that Hugging Face's Nanotron gives to our parameters, for the regular expressions in its users' configs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAYER = {
 }
 
 
-def existing_name(name: str) -> str:
+def hf_nanotron_name(name: str) -> str:
     """`layers.3.attn.out.weight` -> `model.decoder.3.pp_block.attn.o_proj.weight`."""
     if name in _TOP:
         return _TOP[name]
@@ -33,8 +33,7 @@ def existing_name(name: str) -> str:
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
-    """Return the parameters whose name, ours or the existing Nanotron's, begins with a match of any pattern."""
+    """Return the parameters whose name, ours or Hugging Face's Nanotron's, begins with a match of any pattern."""
     compiled = [re.compile(pattern) for pattern in patterns]
-    return {
-        name for name in names if any(pattern.match(name) or pattern.match(existing_name(name)) for pattern in compiled)
-    }
+    names_of = {name: (name, hf_nanotron_name(name)) for name in names}
+    return {name for name, both in names_of.items() if any(pattern.match(it) for pattern in compiled for it in both)}

@@ -1,7 +1,7 @@
 """How our parameters are made of tensors that another program stores: which, and which rows of them. No torch.
 
 layers.0.attn.kv.weight [2, kv·e, d]    Hugging Face:      [0] = k_proj.weight        [1] = v_proj.weight
-                                        existing Nanotron: [0] = qkv_proj.weight[h·e : h·e + kv·e]  [1] = …
+                                        Hugging Face Nanotron: [0] = qkv_proj.weight[h·e : h·e + kv·e]  [1] = …
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanotron.models.hf_nanotron_names import existing_name
+from nanotron.models.hf_nanotron_names import hf_nanotron_name
 from nanotron.models.specs import EMBED, FINAL_NORM, HEAD
 from nanotron.parallel.params import Box, ParamSpec
 
@@ -72,12 +72,12 @@ def hugging_face_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> d
     return {name: parts(spec) for name, spec in specs.items()}
 
 
-def existing_nanotron_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, list[Part]]:
-    """The tensors of the existing Nanotron that each parameter is made of; rotary channels are in our order there."""
+def hf_nanotron_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, list[Part]]:
+    """The tensors of Hugging Face's Nanotron that each parameter is made of; rotary channels are in our order there."""
     first_row = {"attn.kv": config.num_attention_heads * config.head_dim, "mlp.gate_up": 0}
 
     def parts(spec: ParamSpec) -> list[Part]:
-        name = existing_name(spec.name)
+        name = hf_nanotron_name(spec.name)
         module = spec.name.split(".", 2)[-1].rpartition(".")[0]
         if module not in first_row:
             return [Part(name, _whole(spec))]

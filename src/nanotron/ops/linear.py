@@ -20,7 +20,7 @@ from nanotron.ops.gemm import add_product, product
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.comm import (
-    Arrival,
+    AsyncHandle,
     all_gather,
     all_reduce_,
     begin_all_gather,
@@ -47,7 +47,7 @@ class TensorParallel:
     """Multiply while tensors are under way: same numbers but for rounding, and two more copies of an output."""
     kernels: Kernels = "accelerator"
 
-    def awaited(self, arrival: Arrival) -> Arrival:
+    def awaited(self, arrival: AsyncHandle) -> AsyncHandle:
         """The arrival itself where communication is overlapped; else the same one, waited for already."""
         if self.overlap:
             return arrival
@@ -153,7 +153,7 @@ def _multiply_while_gathering(
     return entered, [torch.cat(parts, dim=1) for parts in zip(before, own, after, strict=True)]
 
 
-def _begin_leaving(input_grad: Tensor, enter: Enter | None, group: ProcessGroup | None) -> Arrival:
+def _begin_leaving(input_grad: Tensor, enter: Enter | None, group: ProcessGroup | None) -> AsyncHandle:
     """Begin the transpose of an entry: [b, s, k] -> [b, s, k], or [b, s/t, k] where x was gathered."""
     if enter == "copy":
         return begin_all_reduce_(input_grad, group)

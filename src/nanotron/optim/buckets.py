@@ -8,7 +8,7 @@ a view of the second. It is reduced over the data axes with one collective, and,
         q │ kv │ out │ gate_up │ down ░   q │ kv │ …             ░    attn_norm │ mlp_norm │ … ░    ░ padding to n
         └ replica 0 ┴ replica 1 ──────┘   └ replica 0 ┴ replica 1┘    └ replica 0 ┴ replica 1 ─┘
 
-Parameters share a bucket when everything about their treatment is equal (``Treatment``), and a bucket does not cross a
+Parameters share a bucket when everything about their key is equal (``GroupKey``), and a bucket does not cross a
 block unless both are small. Reductions are sums, always in this order: over the stages that tie a parameter, over the
 axes where each rank has only a part of the gradient, over the data axes.
 """
@@ -33,7 +33,7 @@ from nanotron.parallel.params import Box, ParamSpec, flat_range_boxes
 _NORM_ROW = 1024  # elements
 
 
-class Treatment(NamedTuple):
+class GroupKey(NamedTuple):
     """What must be equal for two parameters to share a bucket."""
 
     chunk: int
@@ -58,9 +58,9 @@ class Slot(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters of one treatment, flat. ``shard`` is the range that this replica updates."""
+    """Parameters of one key, flat. ``shard`` is the range that this replica updates."""
 
-    treatment: Treatment
+    key: GroupKey
     slots: list[Slot]
     weights: Tensor
     grads: Tensor
@@ -112,8 +112,8 @@ class Buckets:
         self._chunks = chunks
         self._by_weight: dict[Tensor, Bucket] = {}
         self.all: list[Bucket] = []
-        for treatment, names in self._split(chunks, cap_bytes):
-            self.all.append(self._build(treatment, chunks[treatment.chunk], names, grad_dtype(treatment.dtype)))
+        for key, names in self._split(chunks, cap_bytes):
+            self.all.append(self._build(key, chunks[key.chunk], names, grad_dtype(key.dtype)))
         self.all.reverse()  # backward meets the last layers first
         for index, chunk in enumerate(chunks):
             self._attach(chunk, index)
@@ -123,33 +123,33 @@ class Buckets:
 
     # ------------------------------------------------------------------ building
 
-    def _split(self, chunks: Sequence[Chunk], cap_bytes: int) -> Iterator[tuple[Treatment, list[str]]]:
-        """Group the chunks' parameters into buckets: equal treatment, whole blocks, up to ``cap_bytes``."""
+    def _split(self, chunks: Sequence[Chunk], cap_bytes: int) -> Iterator[tuple[GroupKey, list[str]]]:
+        """Group the chunks' parameters into buckets: equal key, whole blocks, up to ``cap_bytes``."""
         placed: set[Tensor] = set()
         for index, chunk in enumerate(chunks):
-            open_buckets: dict[Treatment, list[str]] = {}
-            for treatment, names, new_bytes in self._blocks(index, chunk, placed):
-                held = open_buckets.setdefault(treatment, [])
+            open_buckets: dict[GroupKey, list[str]] = {}
+            for key, names, new_bytes in self._blocks(index, chunk, placed):
+                held = open_buckets.setdefault(key, [])
                 if held and sum(_bytes(chunk.weights[name]) for name in held) + new_bytes > cap_bytes:
-                    yield treatment, held
-                    open_buckets[treatment] = held = []
+                    yield key, held
+                    open_buckets[key] = held = []
                 held += names
             yield from open_buckets.items()
 
-    def _blocks(self, index: int, chunk: Chunk, placed: set[Tensor]) -> Iterator[tuple[Treatment, list[str], int]]:
-        """(treatment, names, bytes) of the parameters of each block that are treated alike."""
-        blocks: dict[tuple[str, Treatment], list[str]] = {}
+    def _blocks(self, index: int, chunk: Chunk, placed: set[Tensor]) -> Iterator[tuple[GroupKey, list[str], int]]:
+        """(key, names, bytes) of the parameters of each block that are treated alike."""
+        blocks: dict[tuple[str, GroupKey], list[str]] = {}
         for name, weight in chunk.weights.items():
             if weight not in placed:  # a tied weight that an earlier chunk of this rank has already placed
                 placed.add(weight)
                 blocks.setdefault((_block(name), self._treatment(index, chunk.specs[name], weight)), []).append(name)
-        for (_, treatment), names in blocks.items():
-            yield treatment, names, sum(_bytes(chunk.weights[name]) for name in names)
+        for (_, key), names in blocks.items():
+            yield key, names, sum(_bytes(chunk.weights[name]) for name in names)
 
-    def _treatment(self, chunk: int, spec: ParamSpec, weight: Tensor) -> Treatment:
+    def _treatment(self, chunk: int, spec: ParamSpec, weight: Tensor) -> GroupKey:
         stages = self._tied_stages.get(spec.name, ())
         first_holder = not stages or self._mesh.coord("pp") == min(stages)
-        return Treatment(
+        return GroupKey(
             chunk=chunk,
             dtype=weight.dtype,
             reduce_axes=spec.reduce_axes(self._mesh),
@@ -160,20 +160,20 @@ class Buckets:
             tied=bool(stages),
         )
 
-    def _build(self, treatment: Treatment, chunk: Chunk, names: list[str], grad_dtype: torch.dtype) -> Bucket:
+    def _build(self, key: GroupKey, chunk: Chunk, names: list[str], grad_dtype: torch.dtype) -> Bucket:
         slots, start = [], 0
         for name in names:
             box = chunk.specs[name].local_box(self._mesh)
             slots.append(Slot(chunk.specs[name], box, start, chunk.weights[name]))
             start += box.numel
-        peers = self._mesh.ranks_along(*treatment.reduce_axes)
+        peers = self._mesh.ranks_along(*key.reduce_axes)
         replicas, replica = len(peers), peers.index(self._mesh.rank)
         length = -(-start // replicas)  # of a shard, the last ones padded
-        weights = torch.zeros(length * replicas, dtype=treatment.dtype, device=slots[0].weight.device)
+        weights = torch.zeros(length * replicas, dtype=key.dtype, device=slots[0].weight.device)
         grads = torch.zeros_like(weights, dtype=grad_dtype)
         share = slice(replica * length, (replica + 1) * length)
         bucket = Bucket(
-            treatment=treatment,
+            key=key,
             slots=slots,
             weights=weights,
             grads=grads,
@@ -181,8 +181,8 @@ class Buckets:
             norm_shard=share,
             replicas=replicas,
             replica=replica,
-            gradient_group=self._mesh.group(*treatment.reduce_axes, purpose="gradients"),
-            weight_group=self._mesh.group(*treatment.reduce_axes, purpose="weights"),
+            gradient_group=self._mesh.group(*key.reduce_axes, purpose="gradients"),
+            weight_group=self._mesh.group(*key.reduce_axes, purpose="weights"),
         )
         for slot in slots:
             place = slice(slot.start, slot.start + slot.box.numel)
@@ -207,7 +207,7 @@ class Buckets:
             grads = bucket.grads[slot.start : slot.start + slot.box.numel].view(slot.box.shape)
             weight_grads.bind(weight, grads, self._ready)
             used_by.setdefault(_block(name), []).append(bucket)
-            if bucket.treatment.chunk == index:  # once, also for a tied weight that two chunks share
+            if bucket.key.chunk == index:  # once, also for a tied weight that two chunks share
                 weight.register_post_accumulate_grad_hook(_take_autograd_grad(weight_grads))  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ each step
@@ -227,7 +227,7 @@ class Buckets:
         self._by_weight[weight].missing -= 1
         while self._next < len(self.all) and self.all[self._next].missing == 0:
             bucket = self.all[self._next]
-            if not (bucket.treatment.tied or bucket.treatment.partial_axes):  # those wait for other stages, or axes
+            if not (bucket.key.tied or bucket.key.partial_axes):  # those wait for other stages, or axes
                 self._start_reduction(bucket)
             self._next += 1
 
@@ -235,12 +235,12 @@ class Buckets:
         """Complete all reductions: then each replica's ``shard`` of every bucket holds the global gradient sum."""
         for bucket in self.all:
             assert bucket.missing == 0, f"{bucket.slots[0].spec.name}…: {bucket.missing} gradients never came"
-        late = [bucket for bucket in self.all if bucket.treatment.tied or bucket.treatment.partial_axes]
+        late = [bucket for bucket in self.all if bucket.key.tied or bucket.key.partial_axes]
         for bucket in late:
-            if bucket.treatment.tied:
+            if bucket.key.tied:
                 stages = self._tied_stages[bucket.slots[0].spec.name]
                 all_reduce_(bucket.grads, self._mesh.tied_group(stages))
-            for axis in bucket.treatment.partial_axes:
+            for axis in bucket.key.partial_axes:
                 all_reduce_(bucket.grads, self._mesh.group(axis, purpose="gradients"))
             self._start_reduction(bucket)
         for bucket in self.all:
@@ -258,7 +258,7 @@ class Buckets:
         """This rank's part of the squared global gradient norm, a float64 number; sum it over the world."""
         total = torch.zeros((), dtype=torch.float64, device=self.all[0].grads.device)
         for bucket in self.all:
-            if bucket.treatment.counted:
+            if bucket.key.counted:
                 total += squared_norm(bucket.grads[bucket.norm_shard])
         return total
 

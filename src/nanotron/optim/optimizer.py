@@ -78,7 +78,7 @@ class Optimizer:
             if shard.master.dtype != bucket.weights.dtype:
                 states["master"] = shard.master
             for kind, flat in states.items():
-                writes = bucket.treatment.counted and (bucket.shard == bucket.norm_shard or bucket.replica == 0)
+                writes = bucket.key.counted and (bucket.shard == bucket.norm_shard or bucket.replica == 0)
                 for spec, box, view in bucket.boxes(flat, bucket.shard):
                     yield StateEntry(kind, spec, box, view, writes)
 
@@ -86,7 +86,7 @@ class Optimizer:
         """The weights in update precision that this rank's norms count: each bucket's ``norm_shard``."""
         for shard in self._shards:
             bucket = shard.bucket
-            if bucket.treatment.counted:
+            if bucket.key.counted:
                 start = bucket.norm_shard.start - bucket.shard.start
                 yield bucket, shard.master[start : start + len(bucket.weights[bucket.norm_shard])]
 
@@ -98,7 +98,7 @@ class Optimizer:
     def _by_setting(self) -> dict[tuple[bool, float], list[_Shard]]:
         settings: dict[tuple[bool, float], list[_Shard]] = {}
         for shard in self._shards:
-            setting = (shard.bucket.treatment.decay, shard.bucket.treatment.lr_scale)
+            setting = (shard.bucket.key.decay, shard.bucket.key.lr_scale)
             settings.setdefault(setting, []).append(shard)
         return settings
 

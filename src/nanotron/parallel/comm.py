@@ -166,26 +166,26 @@ def all_to_all(x: Tensor, group: ProcessGroup, split: int, join: int) -> Tensor:
 
 # --------------------------------------------------------- begun now, awaited later
 
-Arrival = Callable[[], Tensor]
+AsyncHandle = Callable[[], Tensor]
 """Waits for a collective under way and returns its result; call it once."""
 
 
-def begin_all_reduce_(x: Tensor, group: ProcessGroup | None) -> Arrival:
+def begin_all_reduce_(x: Tensor, group: ProcessGroup | None) -> AsyncHandle:
     """Begin ``all_reduce_``; x must be left alone until it has arrived."""
-    return _arrival(start_all_reduce(x, group), lambda: x)
+    return _handle(start_all_reduce(x, group), lambda: x)
 
 
-def begin_all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> Arrival:
+def begin_all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> AsyncHandle:
     """Begin ``all_gather``."""
     if group is None:
         return lambda: x
     parts = x.new_empty((dist.get_world_size(group), *x.shape))
     work = start_all_gather(parts.view(-1), x.contiguous().view(-1), group)
     # n × [.., l, ..] -> [.., n·l, ..]
-    return _arrival(work, lambda: torch.cat(parts.unbind(), dim) if dim else parts.flatten(0, 1))
+    return _handle(work, lambda: torch.cat(parts.unbind(), dim) if dim else parts.flatten(0, 1))
 
 
-def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Arrival:
+def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> AsyncHandle:
     """Begin ``reduce_scatter``."""
     if group is None:
         return lambda: x
@@ -194,10 +194,10 @@ def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Arr
     parts = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()  # rank r's part becomes the r-th contiguous block
     mine = x.new_empty((*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :]))
     work = start_reduce_scatter(mine.view(-1), parts.view(-1), group)
-    return _arrival(work, lambda: mine)
+    return _handle(work, lambda: mine)
 
 
-def _arrival(work: Work | None, result: Callable[[], Tensor]) -> Arrival:
+def _handle(work: Work | None, result: Callable[[], Tensor]) -> AsyncHandle:
     def wait() -> Tensor:
         if work is not None:
             work.wait()

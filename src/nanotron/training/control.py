@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanotron.parallel.comm import all_reduce_
 from nanotron.parallel.mesh import Mesh
-from nanotron.training.diagnostics import Details
+from nanotron.training.diagnostics import Diagnostics
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Outcome:
     """Some rank asked for a checkpoint of this step."""
     stop: bool
     """Some rank was told to stop after this step."""
-    details: dict[str, float] = field(default_factory=dict)
+    diagnostics: dict[str, float] = field(default_factory=dict)
     """What only measured steps tell, by column of the step's row."""
     has_targets: bool = True
     """Whether any token of the global batch was a target; without one the losses are 0 and mean nothing."""
@@ -77,7 +77,7 @@ class ControlWord:
         parts = torch.split(self._word, [len(section) for section in sections.values()])
         self._sections: dict[str, Tensor] = dict(zip(sections, parts, strict=True))  # views of the word
         self._num_targets: Tensor | None = None  # until it is reduced
-        self.details: Details | None = None
+        self.diagnostics: Diagnostics | None = None
         """The step's further measurements; most steps have none."""
 
     def __getitem__(self, section: str) -> Tensor:
@@ -105,6 +105,6 @@ class ControlWord:
         losses = dict(zip(self._loss_names, values, strict=False))
         save, stop = values[len(losses) : len(losses) + 2]
         norm = squared_norm**0.5 if squared_norm >= 0 else squared_norm
-        details = self.details.read() if self.details else {}
+        diagnostics = self.diagnostics.read() if self.diagnostics else {}
         has_targets = any(losses.values()) or self._num_targets is None or self._num_targets.item() > 0
-        return Outcome(losses, norm, save > 0, stop > 0, details, has_targets)
+        return Outcome(losses, norm, save > 0, stop > 0, diagnostics, has_targets)

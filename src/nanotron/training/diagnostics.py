@@ -46,16 +46,18 @@ if TYPE_CHECKING:
     from nanotron.config import Config
 
 
-def details_of(update: int, config: Config, mesh: Mesh, pipeline: Pipeline, chunks: Sequence[Chunk]) -> Details | None:
+def diagnostics_of(
+    update: int, config: Config, mesh: Mesh, pipeline: Pipeline, chunks: Sequence[Chunk]
+) -> Diagnostics | None:
     """What is to be measured of this update; None in ordinary steps. The same on every rank."""
     asked = config.metrics_logging
     norms = asked.log_level > 0 and update % asked.log_detail_interval == 0
     interval = asked.straggler_interval
     work = mesh.world > 1 and interval is not None and update % interval == 0
-    return Details(config, mesh, pipeline, chunks if norms else [], work=work) if norms or work else None
+    return Diagnostics(config, mesh, pipeline, chunks if norms else [], work=work) if norms or work else None
 
 
-class Details:
+class Diagnostics:
     """The measurements of one step, in the order of their calls; ``read`` gives the columns of the step's row."""
 
     def __init__(self, config: Config, mesh: Mesh, pipeline: Pipeline, chunks: Sequence[Chunk], *, work: bool) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Start(NamedTuple):
+class StartingPoint(NamedTuple):
     """Where a run begins; ``state`` and ``config`` are a checkpoint's, None for a fresh start."""
 
     step: int = 0
@@ -33,12 +33,12 @@ class Start(NamedTuple):
     config: dict[str, Any] | None = None
 
 
-def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store | None) -> Start:
+def init_or_resume(training: Training, config: Config, mesh: Mesh, store: Store | None) -> StartingPoint:
     """Fill weights and optimizer from the checkpoint that the rules of resuming choose, or begin afresh."""
     resume = _resume(config, mesh, store)
     if resume is None:
         _begin(training, config, mesh, store)
-        return Start()
+        return StartingPoint()
     checkpoints = config.checkpoints
     for line in resume.notices if mesh.rank == 0 else ():
         logger.warning(line)
@@ -66,9 +66,9 @@ def load_or_begin(training: Training, config: Config, mesh: Mesh, store: Store |
         training.optimizer.updates.fill_(state["optimizer_updates"])
     if imported or not (going_on or checkpoints.load_lr_scheduler):
         logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
-        return Start()
+        return StartingPoint()
     logger.info(f"resuming from {resume.checkpoint}, step {resume.step}")
-    return Start(resume.step, state, saved_config(resume.checkpoint))
+    return StartingPoint(resume.step, state, saved_config(resume.checkpoint))
 
 
 def _spent(checkpoints: CheckpointsArgs, own: str) -> list[str]:

@@ -20,12 +20,12 @@ from nanotron.checkpoint.format import Piece
 from nanotron.models.specs import loss_names
 from nanotron.ops.kernels import Kernels
 from nanotron.optim.lr import learning_rate
-from nanotron.parallel.comm import Arrival, begin_all_reduce_
+from nanotron.parallel.comm import AsyncHandle, begin_all_reduce_
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
-from nanotron.training.diagnostics import details_of
+from nanotron.training.diagnostics import diagnostics_of
 from nanotron.training.topology import modules_of_stages, pipeline_schedule
 
 if TYPE_CHECKING:
@@ -69,21 +69,21 @@ class Training:
         ``save`` and ``stop`` tell all ranks, through the control word, what this rank was asked for.
         """
         num_targets = cache(begin_to_count_targets(microbatches, self._mesh))
-        details = details_of(update, self._config, self._mesh, self.pipeline, self.chunks)
+        diagnostics = diagnostics_of(update, self._config, self._mesh, self.pipeline, self.chunks)
         self.buckets.start(len(microbatches), sequence_length=microbatches[0].tokens.shape[1])
-        with details.watching(microbatches) if details else nullcontext():
+        with diagnostics.watching(microbatches) if diagnostics else nullcontext():
             losses = self.pipeline.run(microbatches, lambda: 1.0 / num_targets().clamp(min=1))
         self.buckets.finish()
         names = loss_names(self._config.model.model_config)
         word = ControlWord(self.buckets.squared_norm(), self._counted(losses), names, save=save, stop=stop)
         word.reduce(self._mesh, num_targets())
-        if details:
-            details.before_update(self.optimizer)
+        if diagnostics:
+            diagnostics.before_update(self.optimizer)
         lr = learning_rate(self._config.optimizer.learning_rate_scheduler, update)
         self.optimizer.step(lr, word.grad_scale(self._config.optimizer.clip_grad), word.found_inf())
-        if details:
-            details.after_update()
-            word.details = details
+        if diagnostics:
+            diagnostics.after_update()
+            word.diagnostics = diagnostics
         self.buckets.start_gather()
         return word
 
@@ -93,7 +93,7 @@ class Training:
         slots = [(bucket, slot) for bucket in self.buckets.all for slot in bucket.slots]
         for index, (bucket, slot) in enumerate(slots):
             mine = index % bucket.replicas == bucket.replica  # replicas share the writing
-            writes = bucket.treatment.counted and mine
+            writes = bucket.key.counted and mine
             yield Piece("weight", slot.spec.name, slot.spec.shape, slot.box, slot.weight.data, writes)
         for kind, spec, box, tensor, writes in self.optimizer.state():
             yield Piece(kind, spec.name, spec.shape, box, tensor, writes)
@@ -103,7 +103,7 @@ class Training:
         return losses if self._mesh.coord("tp") == 0 else {}
 
 
-def begin_to_count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> Arrival:
+def begin_to_count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> AsyncHandle:
     """The number of valid tokens of the whole global batch; every loss and gradient is divided by it, or by 1.
 
     It crosses ranks while the last update's weights do, so it is not waited for before the first loss is there.

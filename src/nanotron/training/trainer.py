@@ -32,7 +32,7 @@ from nanotron.parallel.store import Store
 from nanotron.pipeline.trace import recorder
 from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.evaluate import validation_loss
-from nanotron.training.init_or_resume import Start, load_or_begin
+from nanotron.training.init_or_resume import StartingPoint, init_or_resume
 from nanotron.training.step import Training
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def train(
     shows to be a mistake, such as a checkpoint of another model, and LostPeers for ranks that a save waits for in vain.
     """
     training = Training(config, mesh, device)
-    start = load_or_begin(training, config, mesh, store)
+    start = init_or_resume(training, config, mesh, store)
     if start.step >= config.tokens.train_steps:
         logger.info(
             f"nothing left to train: step {start.step} of tokens.train_steps={config.tokens.train_steps} is saved"
@@ -97,7 +97,9 @@ def train(
         metrics.close()
 
 
-def _open_feed(config: Config, mesh: Mesh, device: torch.device, start: Start, *, allow_data_change: bool) -> Feed:
+def _open_feed(
+    config: Config, mesh: Mesh, device: torch.device, start: StartingPoint, *, allow_data_change: bool
+) -> Feed:
     """The data from where the run starts on; raises ConfigError where it would not go on as the checkpoint's did."""
     allowed: list[str] = []
     if start.state is not None and start.config is not None:
@@ -137,7 +139,7 @@ class Run:
     clock: StepClock
     step: int
     """Steps made so far."""
-    told_to_stop: bool = False
+    preempted: bool = False
     after_step: Callable[[], None] = field(default=lambda: None)
     traced: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
     """What the making of a step, given by its number, happens in."""
@@ -151,7 +153,7 @@ class Run:
 
     def stop(self) -> None:
         """Ask for a save and the end of the run after the current step; from any thread."""
-        self.told_to_stop = True
+        self.preempted = True
 
     def to_the_end(self) -> int:
         """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
@@ -187,7 +189,7 @@ class Run:
         """One step: the update itself, and what is to be told of it once its control word is read."""
         update, save = self.step + 1, self._minutes_are_over()
         with self.traced(update):
-            word = self.training.step(update, data.microbatches, save=save, stop=self.told_to_stop)
+            word = self.training.step(update, data.microbatches, save=save, stop=self.preempted)
         self.step += 1
         if self.config.model.compile:
             self._tell_compiling()
@@ -254,7 +256,7 @@ class Run:
         }
         if made.val_loss is not None:
             values["val_loss"] = made.val_loss
-        values |= made.time.columns() | outcome.details
+        values |= made.time.columns() | outcome.diagnostics
         self.metrics.log(made.step, values)
         if not outcome.has_targets and not self._told_of_no_targets:
             self._told_of_no_targets = True

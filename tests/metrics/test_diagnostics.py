@@ -69,18 +69,18 @@ def one_device(pool: Pool) -> dict[Case, Outcome]:
 
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_norms_are_those_of_one_device(pool: Pool, one_device: dict[Case, Outcome], case: Case) -> None:
-    expected = one_device[case.same_numbers()].details
+    expected = one_device[case.same_numbers()].diagnostics
     ranks = pool.run(case.world, steps, case, {})
     for (first, _), (second, _) in ranks:
-        assert first.details == {}
-        assert second.details.keys() == expected.keys()
+        assert first.diagnostics == {}
+        assert second.diagnostics.keys() == expected.keys()
         for key, value in expected.items():
-            assert second.details[key] == pytest.approx(value, rel=1e-5 if case.dtype == "float32" else 1e-9), key
+            assert second.diagnostics[key] == pytest.approx(value, rel=1e-5 if case.dtype == "float32" else 1e-9), key
 
 
 def test_every_parameter_counts_once(one_device: dict[Case, Outcome]) -> None:
     for case, outcome in one_device.items():
-        columns = outcome.details
+        columns = outcome.diagnostics
         grads = [value for key, value in columns.items() if key.startswith("grad_norm/")]
         assert len(grads) == len(parameter_specs(config_of(case)))
         assert sum(value**2 for value in grads) ** 0.5 == pytest.approx(outcome.grad_norm, rel=1e-6)
@@ -96,7 +96,7 @@ def test_norms_and_ratios_are_those_of_the_tensors() -> None:
     batches = [to_walk(batch, case) for batch in feed.step(1).microbatches]
     outputs = []
     training.chunks[0].layers[1].register_forward_hook(lambda block, inputs, output: outputs.append(output.detach()))
-    columns = training.step(1, batches).read().details
+    columns = training.step(1, batches).read().diagnostics
     feed.close()
     for name, weight in weights.items():
         assert columns[f"weight_norm/{name}"] == pytest.approx(float(before[name].norm()), rel=1e-9)
@@ -123,12 +123,15 @@ def test_the_rank_that_works_longest_is_named(pool: Pool, layout: dict[str, int]
     case = Case(layers=3, steps=2, **layout)
     keys = {"log_level": 0, "straggler_interval": 2}
     for (first, _), (second, _) in pool.run(case.world, steps, case, keys, late):
-        assert first.details == {}
-        assert second.details["slowest_rank"] == late
+        assert first.diagnostics == {}
+        assert second.diagnostics["slowest_rank"] == late
         slept = 1e3 * SLEEP_S * case.accumulation
-        assert second.details["slowest_rank_ms"] >= slept
-        assert second.details["slowest_rank_ms"] - second.details["median_rank_ms"] > slept / 2, "others only waited"
-        assert second.details["fullest_rank_gib"] > 0
+        found = second.diagnostics
+        assert found["slowest_rank_ms"] >= slept
+        assert second.diagnostics["slowest_rank_ms"] - second.diagnostics["median_rank_ms"] > slept / 2, (
+            "others only waited"
+        )
+        assert second.diagnostics["fullest_rank_gib"] > 0
 
 
 def test_a_run_records_what_its_measured_steps_tell(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of the existing Nanotron, written here from the description of its layout."""
+"""Checkpoints of Hugging Face's Nanotron, written here from the description of its layout."""
 
 from __future__ import annotations
 
