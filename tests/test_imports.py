@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "pipeline": {"parallel", "ops"},
     "optim": {"parallel", "ops"},
     "checkpoint": {"parallel"},
-    "data": {"config", "parallel"},
+    "data": {"config", "parallel", "checkpoint.storage"},
     "metrics": {"config", "parallel", "models.families"},
     "convert": {"config", "parallel", "models", "checkpoint", "data"},
     "training.topology": {"config", "parallel", "models", "pipeline"},

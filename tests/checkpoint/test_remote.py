@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,37 +20,6 @@ from tests.checkpoint.layouts import globals_of, pieces_of, spec, wrong_pieces
 
 SPECS = [spec("a", (65, 8), (("tp", 0),)), spec("b", (2, 6, 8), (("tp", 1),)), spec("c", (5,))]
 KINDS = ("weight", "exp_avg")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of an S3 server that lives as long as this module's tests."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    address = next(found[0] for line in process.stderr if (found := re.search(r"http://127.0.0.1:\d+", line)))
-    yield address
-    process.kill()
-    process.wait()
-
-
-@pytest.fixture
-def bucket(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """A fresh bucket's URL; the environment says where and who, as a user's does."""
-    import s3fs
-
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    name = "b" + re.sub(r"[^a-z0-9]", "", request.node.name.lower())[:50]
-    s3fs.S3FileSystem().mkdir(name)
-    return f"s3://{name}"
 
 
 @pytest.fixture(params=["s3", "memory", "file"])

@@ -14,13 +14,15 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any, Protocol
 
 from nanotron.checkpoint.format import Damaged, Entry, parse_header
 from nanotron.errors import ConfigError
 
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "adl", "oss", "r2"}
+VERSIONS = ("ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
+"""What file systems call that which changes with a file's content."""
 Chunk = bytes | bytearray | memoryview
 CHUNK_BYTES = 4 << 20  # per write, read and checksum call
 
@@ -198,6 +200,18 @@ class LocalFolder:
         os.replace(source, target)
 
 
+@contextlib.contextmanager
+def _reaching(url: str) -> Iterator[None]:
+    """Turn whatever a file system raises (each has its own for no answer and no permission) into OSError of the URL."""
+    try:
+        yield
+    except Exception as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        number = getattr(error, "errno", None) or (errno.ENOENT if kind is FileNotFoundError else errno.EIO)
+        text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raise kind(number, text, url) from error
+
+
 class RemoteFolder:
     """A folder of any file system that fsspec opens; uploads become visible when they are complete."""
 
@@ -219,43 +233,70 @@ class RemoteFolder:
     def names(self) -> list[str]:
         """Files and folders in it; none when it does not exist."""
         try:
-            found = self._files.ls(self._root, detail=False)
+            with _reaching(self.path):
+                found = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
         names = (path.rstrip("/").rsplit("/", 1)[-1] for path in found if path.rstrip("/") != self._root.rstrip("/"))
         return sorted(names)
 
+    def find(self, depth: int | None = None) -> dict[str, tuple[int, str]]:
+        """Every file in it, and in its folders down to ``depth``, by its path: size, and what tells a changed one."""
+        with _reaching(self.path):
+            found = self._files.find(self._root, maxdepth=depth, detail=True)
+        root = self._root.rstrip("/") + "/"
+        return {
+            path.removeprefix(root): (int(facts["size"]), str([facts[key] for key in VERSIONS if key in facts]))
+            for path, facts in found.items()
+            if path.startswith(root)
+        }
+
+    def read_all(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Small files by their names, many at a time where the file system can."""
+        with _reaching(self.path):
+            found = self._files.cat([f"{self._root}/{name}" for name in names]) if names else {}
+        return {name: found[f"{self._root}/{name}"] for name in names}
+
     def make(self) -> None:
         """Folders of an object store exist with their first file; file systems behind a URL want them made."""
         if self.path.partition("://")[0] not in OBJECT_STORES:  # there it would create a bucket
-            self._files.makedirs(self._root, exist_ok=True)
+            with _reaching(self.path):
+                self._files.makedirs(self._root, exist_ok=True)
 
     def size(self, name: str) -> int:
-        return int(self._files.size(f"{self._root}/{name}"))
+        with _reaching(f"{self.path}/{name}"):
+            return int(self._files.size(f"{self._root}/{name}"))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
-        return bytearray(self._files.cat_file(f"{self._root}/{name}", start=start, end=stop))
+        with _reaching(f"{self.path}/{name}"):
+            return bytearray(self._files.cat_file(f"{self._root}/{name}", start=start, end=stop))
 
     def stream(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]:
         """The bytes [start, stop) of the file, in chunks."""
-        with self._files.open(f"{self._root}/{name}", "rb", block_size=CHUNK_BYTES) as file:
+        with _reaching(f"{self.path}/{name}"):
+            file = self._files.open(f"{self._root}/{name}", "rb", block_size=CHUNK_BYTES)
+        with file:
             yield from _chunks(file, start, stop)
 
     def write(self, name: str, chunks: Iterable[Chunk]) -> None:
-        file = self._files.open(f"{self._root}/{name}", "wb")
+        url = f"{self.path}/{name}"
+        with _reaching(url):
+            file = self._files.open(f"{self._root}/{name}", "wb")
         try:
             for chunk in chunks:
-                file.write(chunk)
+                with _reaching(url):
+                    file.write(chunk)
         except BaseException:
             if hasattr(file, "discard"):
                 file.discard()
                 file.closed = True  # or its destructor would try to complete the upload
             raise
-        file.close()
+        with _reaching(url):
+            file.close()
 
     def remove(self, name: str) -> None:
         """Delete a file; it may be gone already."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _reaching(f"{self.path}/{name}"):
             self._files.rm_file(f"{self._root}/{name}")
 
     def remove_folder(self) -> None:

@@ -67,6 +67,11 @@ class NanosetDatasetsArgs:
     dataset_weights: list[Float] | None = key(
         None, "Share of samples from each folder; any positive numbers.", derived="each folder's share of the tokens"
     )
+    dataset_read_path: StringList | None = key(
+        None,
+        "Folder of this machine that keeps what is read of each folder behind a URL, or holds a copy of it.",
+        derived="data/remote/ and the URL",
+    )
     tokenizer_name: str | None = key(None, "Tokenizer of the folders.", derived="what the folders' .metadata files say")
     vocab_size: Int | None = key(None, "Size of the tokenizer's vocabulary.", derived="from the tokenizer", gt=0)
     token_size_in_bytes: Int | None = key(

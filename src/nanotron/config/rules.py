@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from nanotron.config.config import Config
+from nanotron.config.data import NanosetDatasetsArgs
 from nanotron.config.keys import Path, path_of
 from nanotron.config.model import ModelConfig, Qwen2Config
 
@@ -331,6 +332,18 @@ def _validation_takes_place(config: Config) -> Findings:
             f"data_stages[{index}].validation",
             f"is never read with tokens.val_check_interval={interval}; set the steps from one validation to the next",
         )
+
+
+@caution("data_stages")
+def _local_folders_are_read_where_they_are(config: Config) -> Findings:
+    for index, stage in enumerate(config.data_stages):
+        for name, dataset in (("data.dataset", stage.data.dataset), ("validation", stage.validation)):
+            if not isinstance(dataset, NanosetDatasetsArgs) or not dataset.dataset_read_path:
+                continue
+            local = [folder for folder in dataset.dataset_folder if "://" not in folder]
+            if local:
+                key = f"data_stages[{index}].{name}.dataset_read_path"
+                yield key, f"no effect for {local[0]}: local files are read where they are"
 
 
 @caution(TRAIN_STEPS, "data_stages[].start_training_step")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from nanotron.config import Config, NanosetDatasetsArgs
 from nanotron.data.order.windows import TokenFile
 from nanotron.data.probe import DataProblem, datasets_of
+from nanotron.data.sources.remote import local_folder
 from nanotron.data.sources.token_files import open_token_files
 from nanotron.data.tokenize.tokenizer import open_tokenizer, tokenizer_file
 from nanotron.errors import ConfigError
@@ -70,14 +71,15 @@ def mask_problems(config: Config) -> Iterator[DataProblem]:
     for path, dataset, _ in datasets_of(config):
         if not isinstance(dataset, NanosetDatasetsArgs):
             continue
-        for number, folder in enumerate(dataset.dataset_folder):
-            problem = _mask_problem(config, dataset, folder)
+        for number in range(len(dataset.dataset_folder)):
+            problem = _mask_problem(config, dataset, number)
             if problem is not None:
                 yield DataProblem((*path, "dataset_folder", number), problem)
 
 
-def _mask_problem(config: Config, dataset: NanosetDatasetsArgs, folder: str) -> str | None:
+def _mask_problem(config: Config, dataset: NanosetDatasetsArgs, number: int) -> str | None:
     try:
+        folder = local_folder(dataset, number)
         files = open_token_files(folder, token_bytes=dataset.token_size_in_bytes)
     except (ConfigError, OSError):
         return None  # reported with what else is wrong with the folder

@@ -12,6 +12,7 @@ from nanotron.data.order.permutation import Indices
 from nanotron.data.order.windows import TokenFile
 from nanotron.data.sources.empty_documents import IndexedFile, first_empty_document
 from nanotron.data.sources.nanoset import read_metadata
+from nanotron.data.sources.remote import local_path
 from nanotron.data.sources.token_files import find_token_files, open_token_files
 from nanotron.data.tokenize.tokenizer import load_tokenizer, tokenizer_file, vocab_size
 from nanotron.errors import ConfigError
@@ -28,16 +29,19 @@ MOST_BLOCKS = 200
 
 def is_dataset(path: str) -> bool:
     """Whether a path holds token files of any format that training reads."""
-    return bool(find_token_files(path))
+    try:
+        return bool(find_token_files(local_path(path)))
+    except ConfigError:  # a URL of something else
+        return False
 
 
 def inspect_dataset(path: str, *, token_bytes: int | None = None, num_documents: int = 3) -> Iterator[str]:
     """Lines for the terminal; raises ConfigError at the first corrupt file."""
-    files = open_token_files(path, token_bytes=token_bytes)
+    files = open_token_files(local_path(path), token_bytes=token_bytes)
     indexed = [file for file in files if isinstance(file, IndexedFile) and file.num_tokens]
     num_tokens = sum(file.num_tokens for file in files)
     documents = sum(file.num_documents for file in indexed)
-    name = _tokenizer_name(path, files)
+    name = _tokenizer_name(local_path(path), files)
     tokenizer = load_tokenizer(name) if name and tokenizer_file(name) else None
     yield f"{path}: {type(files[0]).__name__.removesuffix('File')}, {len(files)} file{'s' * (len(files) > 1)}"
     yield f"tokens      {num_tokens:,} ({human_format(num_tokens)})"

@@ -25,6 +25,7 @@ from nanotron.data.sources.documents import HubDataset, open_hub_dataset, text_o
 from nanotron.data.sources.dummy import DummySource
 from nanotron.data.sources.hub_names import hub_datasets
 from nanotron.data.sources.nanoset import open_nanoset_file
+from nanotron.data.sources.remote import local_folder
 from nanotron.data.sources.sft import PackedWindows
 from nanotron.data.sources.shuffled_stream import ShuffledStream
 from nanotron.data.sources.stream import DocumentStream, StreamSource
@@ -207,9 +208,10 @@ def _open_folders(
     limits = dataset.dataset_max_tokens
     max_tokens = limits if isinstance(limits, list) else [limits] * len(dataset.dataset_folder)
     sources: list[IndexedSource] = []
-    for folder, limit in zip(dataset.dataset_folder, max_tokens, strict=True):
-        files = open_token_files(folder, token_bytes=dataset.token_size_in_bytes)
-        eos_id = end_token_of_files(config, dataset, folder, files)
+    for number, (folder, limit) in enumerate(zip(dataset.dataset_folder, max_tokens, strict=True)):
+        read_at = local_folder(dataset, number)
+        files = open_token_files(read_at, token_bytes=dataset.token_size_in_bytes)
+        eos_id = end_token_of_files(config, dataset, read_at, files)
         _tell_end(folder, eos_id)
         sources.append(
             TokenWindows(folder, files, sequence_length, vocab_size=vocab_size, eos_id=eos_id, max_tokens=limit)

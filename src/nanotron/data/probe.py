@@ -22,6 +22,7 @@ from nanotron.data.sources.custom import reference_problem
 from nanotron.data.sources.empty_documents import IS_EMPTY, first_empty_document
 from nanotron.data.sources.hub_names import hub_datasets
 from nanotron.data.sources.nanoset import NanosetFile, find_nanoset_files, read_metadata
+from nanotron.data.sources.remote import local_folder
 from nanotron.data.sources.token_files import find_token_files, open_token_files
 from nanotron.data.tokenize.corpus import VOCAB_SIZE
 from nanotron.data.tokenize.tokenizer import load_tokenizer, open_tokenizer, tokenizer_file, vocab_size
@@ -88,9 +89,10 @@ def empty_documents(config: Config) -> list[DataProblem]:
     """Nothing wrong, but worth a line: the first document without tokens of each folder, as far as it is looked at."""
     problems = []
     for found in datasets_of(config):
-        folders = found.dataset.dataset_folder if isinstance(found.dataset, NanosetDatasetsArgs) else []
-        for place, folder in enumerate(folders):
-            if document := first_empty_document(_opened(folder, found.dataset)):
+        if not isinstance(found.dataset, NanosetDatasetsArgs):
+            continue
+        for place in range(len(found.dataset.dataset_folder)):
+            if document := first_empty_document(_opened(local_folder(found.dataset, place), found.dataset)):
                 problems.append(DataProblem((*found.path, "dataset_folder", place), f"{document} {IS_EMPTY}"))
     return problems
 
@@ -136,6 +138,7 @@ def _dataset_problems(dataset: AnyDataset | None, sequence_length: int) -> Itera
         count, what = len(dataset.dataset_folder), "the folders of dataset_folder are"
         yield from _list_problems(dataset, "dataset_weights", count, what)
         yield from _list_problems(dataset, "dataset_max_tokens", count, what)
+        yield from _list_problems(dataset, "dataset_read_path", count, what)
         yield from _folder_problems(dataset, sequence_length)
     if isinstance(dataset, PretrainDatasetsArgs | SFTDatasetsArgs):
         count = sum(1 for _ in hub_datasets(dataset))
@@ -178,11 +181,11 @@ def _folder_problems(dataset: NanosetDatasetsArgs, sequence_length: int) -> Iter
     """What is wrong with the files of each folder."""
     for number, folder in enumerate(dataset.dataset_folder):
         try:
-            files = open_token_files(folder, token_bytes=dataset.token_size_in_bytes)
+            files = open_token_files(local_folder(dataset, number), token_bytes=dataset.token_size_in_bytes)
             TokenWindows(folder, files, sequence_length)
             for file in files:
                 if isinstance(file, NanosetFile) and file.num_tokens:
-                    _ = file.document_ends  # checks the size of the index and its last entry
+                    file.check_index()
         except (ConfigError, OSError) as error:
             yield ("dataset_folder", number), str(error)
 
@@ -196,14 +199,18 @@ def tokenizer_name(config: Config) -> str | None:
         if isinstance(dataset, EmbeddedCorpusArgs):
             return os.path.join(dataset.folder, "tokenizer.json")
         if isinstance(dataset, NanosetDatasetsArgs):
-            name = dataset.tokenizer_name or _folder_tokenizer(dataset.dataset_folder[0])
+            name = dataset.tokenizer_name or _folder_tokenizer(dataset)
             if name:
                 return name
     return None
 
 
-def _folder_tokenizer(folder: str) -> str | None:
-    """A tokenizer.json that lies in the folder, else the name in the first file's metadata."""
+def _folder_tokenizer(dataset: NanosetDatasetsArgs) -> str | None:
+    """A tokenizer.json that lies in the first folder, else the name in its first file's metadata."""
+    try:
+        folder = local_folder(dataset, 0)
+    except ConfigError:
+        return None  # reported with the folder's other problems
     inside = tokenizer_file(folder) if os.path.isdir(folder) else None
     if inside or not os.path.isdir(folder):
         return inside

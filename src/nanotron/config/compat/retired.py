@@ -162,7 +162,6 @@ TOKENIZER = {
 TOKENS = {"limit_test_batches": no_effect("there is no test run")}
 OPTIMIZER = {"torch_adam_is_fused": no_effect("the update always runs in one kernel per flat buffer")}
 DATASET = {
-    "dataset_read_path": no_effect("files are read where they are"),
     "return_positions": no_effect("positions restart at documents wherever boundaries are known"),
     "skip_in_stream": no_effect("any sample is reached at once"),
     "pad_samples_to_global_batch_size": no_effect("batches run on across epochs; nothing is padded"),

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanotron.data.sources.partial_files import ensure
+
 MEBIBYTE = 2**20
 
 
@@ -14,6 +16,8 @@ def fingerprint_files(paths: Sequence[str]) -> dict[str, Any]:
     import xxhash
 
     digest = xxhash.xxh3_64()
+    ensure(paths[0], 0, MEBIBYTE)
+    ensure(paths[-1], os.path.getsize(paths[-1]) - MEBIBYTE)
     with open(paths[0], "rb") as file:
         digest.update(file.read(MEBIBYTE))
     with open(paths[-1], "rb") as file:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from nanotron.data.order.permutation import Indices
 from nanotron.data.sources.nanoset import MappedTokens, memory_map
+from nanotron.data.sources.partial_files import ensure
 from nanotron.errors import ConfigError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -38,6 +39,7 @@ class MegatronFile(MappedTokens):
 
     def _read_header(self) -> tuple[int, int, str]:
         path = self._index_path
+        ensure(path, 0, HEADER.size)
         with open(path, "rb") as file:
             header = file.read(HEADER.size)
         if len(header) < HEADER.size or not header.startswith(MAGIC):
@@ -59,6 +61,7 @@ class MegatronFile(MappedTokens):
     @cached_property
     def _arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The byte offsets of sequences and the first sequences of documents, memory-mapped."""
+        ensure(self._index_path)
         mapped = memory_map(self._index_path)
         offsets_at = HEADER.size + 4 * self._num_sequences
         offsets = np.frombuffer(mapped, "<i8", self._num_sequences, offsets_at)

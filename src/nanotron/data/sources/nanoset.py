@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanotron.data.order.permutation import Indices
+from nanotron.data.sources.partial_files import ensure, partial_file
 from nanotron.errors import ConfigError
 
 
@@ -68,6 +69,7 @@ class MappedTokens:
         self.path = path
         self.dtype = np.dtype(dtype)
         self._offset = offset
+        self._partial = partial_file(path)
         size = os.path.getsize(path) - offset
         if size % self.dtype.itemsize:
             raise ConfigError(
@@ -88,6 +90,8 @@ class MappedTokens:
         """The tokens [start, stop), asked from the disk as one request; raises ConfigError where one is negative."""
         assert 0 <= start < stop <= self.num_tokens, f"tokens {start}:{stop} of {self.num_tokens} in {self.path}"
         first_byte, last_byte = self.byte_offset(start), self.byte_offset(stop)
+        if self._partial is not None:
+            self._partial.ensure(first_byte, last_byte)
         page = first_byte - first_byte % mmap.PAGESIZE
         if hasattr(mmap, "MADV_WILLNEED"):
             self._mapped.madvise(mmap.MADV_WILLNEED, page, last_byte - page)
@@ -132,29 +136,39 @@ class NanosetFile(MappedTokens):
         """Whether there is an index."""
         return os.path.exists(f"{self.path}.index")
 
-    @cached_property
-    def document_ends(self) -> npt.NDArray[np.uint64] | None:
-        """The memory-mapped index, or None when the file has none; its length is the number of documents."""
-        path = f"{self.path}.index"
+    def check_index(self) -> None:
+        """Raise ConfigError when the index, if there is one, has an impossible size or ends with another token."""
         if not self.knows_documents:
-            return None
+            return
+        path = f"{self.path}.index"
         size = os.path.getsize(path)
         if size == 0 or size % 8:
             raise ConfigError(
                 f"{path}: {size} bytes are not a positive multiple of 8; the index is truncated at document {size // 8}"
             )
-        ends: npt.NDArray[np.uint64] = np.frombuffer(memory_map(path), "<u8")
-        if int(ends[-1]) != self.num_tokens:
+        ensure(path, size - 8)
+        end = int(np.fromfile(path, "<u8", offset=size - 8)[0])
+        if end != self.num_tokens:
             raise ConfigError(
-                f"{path}: the last document ends at token {int(ends[-1])} (byte {size - 8}) but {self.path} holds "
+                f"{path}: the last document ends at token {end} (byte {size - 8}) but {self.path} holds "
                 f"{self.num_tokens} tokens; one of the two is truncated"
             )
+
+    @cached_property
+    def document_ends(self) -> npt.NDArray[np.uint64] | None:
+        """The memory-mapped index, or None when the file has none; its length is the number of documents."""
+        if not self.knows_documents:
+            return None
+        self.check_index()
+        ensure(f"{self.path}.index")
+        ends: npt.NDArray[np.uint64] = np.frombuffer(memory_map(f"{self.path}.index"), "<u8")
         return ends
 
-    @property
+    @cached_property
     def num_documents(self) -> int:
         """Documents in the index; 0 without one."""
-        return 0 if self.document_ends is None else len(self.document_ends)
+        self.check_index()
+        return os.path.getsize(f"{self.path}.index") // 8 if self.knows_documents else 0
 
     def document_place(self, document: int) -> str:
         """Where the index says where this document ends."""
@@ -162,8 +176,9 @@ class NanosetFile(MappedTokens):
 
     def ends(self, first: int, last: int) -> Indices:
         """The token offsets at which the documents first … last - 1 end; read from the file, not page by page."""
-        assert self.document_ends is not None
-        ends = np.fromfile(f"{self.path}.index", "<u8", min(last, self.num_documents) - first, offset=8 * first)
+        last = min(last, self.num_documents)
+        ensure(f"{self.path}.index", 8 * first, 8 * last)
+        ends = np.fromfile(f"{self.path}.index", "<u8", last - first, offset=8 * first)
         wrong = np.flatnonzero((ends > self.num_tokens) | (np.diff(ends.astype(np.int64), prepend=0) < 0))
         if wrong.size:
             self._refuse_order(first + int(wrong[0]))

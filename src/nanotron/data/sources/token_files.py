@@ -11,7 +11,10 @@ from nanotron.data.order.permutation import Indices
 from nanotron.data.order.windows import TokenFile
 from nanotron.data.sources.megatron import MegatronFile
 from nanotron.data.sources.nanoset import MappedTokens, find_nanoset_files, open_nanoset_file
+from nanotron.data.sources.partial_files import ensure
 from nanotron.errors import ConfigError
+
+MOST_HEADER_BYTES = 2**16  # of a .npy file, by its format
 
 
 class FlatTokens(MappedTokens):
@@ -65,6 +68,7 @@ def _open_megatron(path: str, token_bytes: int | None) -> TokenFile:
 
 
 def _open_npy(path: str, token_bytes: int | None) -> TokenFile:
+    ensure(path, 0, MOST_HEADER_BYTES)
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)  # reads the header; checks that the file is as long
     except Exception as error:  # numpy's parser of headers raises whatever it meets

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from nanotron.checkpoint.storage import Folder, open_folder, read_text
 from nanotron.config.model import Tokens
-from nanotron.data.tokenize.nanoset_writer import write_atomically
 from nanotron.errors import ConfigError
 from nanotron.untrusted import MAPPING, checked, parse_json
 
@@ -165,6 +165,8 @@ def _begin(processor: Mapping[str, Any]) -> tuple[int, ...]:
 
 def read_files(name_or_path: str) -> dict[str, str]:
     """The texts of those of FILES that a tokenizer has, by their names; raises ConfigError when there is none."""
+    if "://" in name_or_path:
+        return _files_at(open_folder(name_or_path.removesuffix(f"/{TOKENIZER}")))
     path = tokenizer_file(name_or_path)
     if path is None and os.path.exists(name_or_path):
         raise ConfigError(f"{name_or_path} holds no tokenizer.json; name a tokenizer.json or a folder that holds one")
@@ -177,6 +179,14 @@ def read_files(name_or_path: str) -> dict[str, str]:
         raise ConfigError(f"tokenizer {name_or_path!r}: the Hugging Face hub has no tokenizer.json of it") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"tokenizer {name_or_path!r}: a file of it is not UTF-8 text ({error})") from None
+
+
+def _files_at(folder: Folder) -> dict[str, str]:
+    """The same of a folder behind a URL, or of one that is being written."""
+    names = folder.names()
+    if TOKENIZER not in names:
+        raise ConfigError(f"{folder.path} holds no tokenizer.json; name a tokenizer.json or a folder that holds one")
+    return {name: read_text(folder, name) for name in FILES if name in names}
 
 
 def tokenizer_file(name_or_path: str) -> str | None:
@@ -267,10 +277,11 @@ def _text(values: Mapping[str, Any]) -> str:
 
 
 def write_files(files: Mapping[str, str], folder: str) -> None:
-    """Write a tokenizer's files, tokenizer.json last: where it is, the others are."""
-    os.makedirs(folder, exist_ok=True)
+    """Write a tokenizer's files, tokenizer.json last: where it is, the others are. The folder may be a URL."""
+    target = open_folder(folder)
+    target.make()
     for name in sorted(files, key=lambda name: name == TOKENIZER):
-        write_atomically(os.path.join(folder, name), files[name].encode())
+        target.write(name, [files[name].encode()])
 
 
 def files_of(tokenizer: Tokenizer, *, eos: str | None) -> dict[str, str]:

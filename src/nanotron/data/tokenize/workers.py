@@ -6,7 +6,8 @@
     output/.tokenize/00000.json         shard 0 is finished: its documents and tokens
     output/.tokenize/summary.json       all shards are finished
 
-The same command again continues where it was killed; another input or tokenizer in the same folder is refused.
+The same command again continues where it was killed; another input or tokenizer in the same folder is refused. The
+output may be a URL: a shard is then written on this machine, in a temporary folder, and uploaded when it is finished.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.sharedctypes import SynchronizedArray
-from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from nanotron.checkpoint.storage import LocalFolder, open_folder, read_text
 from nanotron.data.sources.documents import HubDataset, Piece, Text, find_pieces, place_of, read_texts
-from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for, write_atomically
+from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for
 from nanotron.data.tokenize.progress import COUNTERS, TokenizeProgress
 from nanotron.data.tokenize.tokenizer import (
     END_OF_TEXT,
@@ -42,6 +44,7 @@ from nanotron.data.tokenize.tokenizer import (
 from nanotron.errors import ConfigError
 from nanotron.logging import human_format
 
+RECORDS, PLAN = ".tokenize", "plan.json"
 SHARD_BYTES = 64 * 2**20
 BPE_TRAINING_CHARACTERS = 2**30
 BATCH_CHARACTERS = 2**21
@@ -106,6 +109,11 @@ class _Shard:
     column: str
     hub: HubDataset
 
+    @property
+    def report(self) -> str:
+        """The file that says it is finished."""
+        return f"{self.number:05d}.json"
+
 
 def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
     """Tokenize everything that is not yet tokenized and return the totals of the folder."""
@@ -113,8 +121,9 @@ def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
         raise ConfigError("give one of --tokenizer NAME and --train-bpe SIZE, not both and not neither")
     pieces = find_pieces(job.inputs, job.hub, piece_size=job.shard_bytes)
     groups = list(_group(pieces, job.shard_bytes))
-    os.makedirs(os.path.join(job.output, ".tokenize"), exist_ok=True)
-    if not _is_begun(job, groups) or not os.path.exists(os.path.join(job.output, TOKENIZER)):
+    output = open_folder(job.output)
+    output.join(RECORDS).make()
+    if not _is_begun(job, groups) or TOKENIZER not in output.names():
         _write_tokenizer(job, pieces, show_progress=show_progress)
         _write_plan(job, groups)
     name = job.tokenizer or os.path.join(job.output, TOKENIZER)
@@ -122,20 +131,21 @@ def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
         _Shard(number, group, job.output, name, job.append_eos, job.read_special_tokens, job.column, job.hub)
         for number, group in enumerate(groups)
     ]
-    pending = [shard for shard in shards if not os.path.exists(_report_path(shard))]
+    finished = set(output.join(RECORDS).names())
+    pending = [shard for shard in shards if shard.report not in finished]
     total = sum(piece.size for shard in pending for piece in shard.pieces)
     with TokenizeProgress(job.output, total, len(pending), visible=show_progress) as progress:
         _run(pending, job.workers, progress.counters)
     summary = _summarize(shards, len(shards) - len(pending))
     if summary.tokens == 0:
         raise ConfigError(f"{', '.join(job.inputs)} hold no text in column {job.column!r}; nothing was written")
-    write_atomically(os.path.join(job.output, ".tokenize", "summary.json"), json.dumps(asdict(summary)).encode())
+    output.join(RECORDS).write("summary.json", [json.dumps(asdict(summary)).encode()])
     return summary
 
 
 def _summarize(shards: Sequence[_Shard], resumed: int) -> Summary:
     """The totals of the shards' reports."""
-    reports = [json.loads(Path(_report_path(shard)).read_text()) for shard in shards]
+    reports = [json.loads(read_text(open_folder(shard.output).join(RECORDS), shard.report)) for shard in shards]
     documents, tokens, empty = (sum(report[key] for report in reports) for key in ("documents", "tokens", "empty"))
     firsts = (
         place_of(shard.pieces[report["first_empty"][0]], report["first_empty"][1])
@@ -172,17 +182,14 @@ def _facts(job: Job, groups: list[list[Piece]]) -> dict[str, Any]:
     }
 
 
-def _plan_path(job: Job) -> str:
-    return os.path.join(job.output, ".tokenize", "plan.json")
-
-
 def _is_begun(job: Job, groups: list[list[Piece]]) -> bool:
     """Whether the folder was begun with this plan; raises ConfigError when it was with another, or holds tokens."""
-    if not os.path.exists(_plan_path(job)):
-        if any(name.endswith(".ds") for name in os.listdir(job.output)):
+    output = open_folder(job.output)
+    if PLAN not in output.join(RECORDS).names():
+        if any(name.endswith(".ds") for name in output.names()):
             raise ConfigError(f"{job.output} already holds a Nanoset that was not begun here; choose another output")
         return False
-    earlier, facts = json.loads(Path(_plan_path(job)).read_text()), _facts(job, groups)
+    earlier, facts = json.loads(read_text(output.join(RECORDS), PLAN)), _facts(job, groups)
     changed = [name for name in facts if earlier.get(name) != facts[name]]
     if changed:
         raise ConfigError(
@@ -192,7 +199,8 @@ def _is_begun(job: Job, groups: list[list[Piece]]) -> bool:
 
 
 def _write_plan(job: Job, groups: list[list[Piece]]) -> None:
-    write_atomically(_plan_path(job), json.dumps({**_facts(job, groups), "shards": groups}, indent=1).encode())
+    plan = {**_facts(job, groups), "shards": groups}
+    open_folder(job.output).join(RECORDS).write(PLAN, [json.dumps(plan, indent=1).encode()])
 
 
 def _write_tokenizer(job: Job, pieces: Sequence[Piece], *, show_progress: bool) -> None:
@@ -229,10 +237,6 @@ def _training_texts(job: Job, pieces: Sequence[Piece]) -> Iterator[str]:
             characters += len(text)
             if characters > BPE_TRAINING_CHARACTERS:
                 return
-
-
-def _report_path(shard: _Shard) -> str:
-    return os.path.join(shard.output, ".tokenize", f"{shard.number:05d}.json")
 
 
 def _run(shards: Sequence[_Shard], workers: int, counters: SynchronizedArray[int]) -> None:
@@ -273,9 +277,23 @@ def _tokenize_in_worker(shard: _Shard) -> None:
 
 def tokenize_shard(shard: _Shard, counters: SynchronizedArray[int]) -> None:
     """Write one shard and then its report; the counters are those of TokenizeProgress."""
+    output, name = open_folder(shard.output), f"{shard.number:05d}_unshuffled.ds"
+    if isinstance(output, LocalFolder):
+        report = _write_shard(shard, os.path.join(output.path, name), counters)
+    else:
+        with TemporaryDirectory(prefix="nanotron-") as folder:
+            report = _write_shard(shard, os.path.join(folder, name), counters)
+            local = open_folder(folder)
+            for file in sorted(local.names(), reverse=True):  # the tokens last: where they are, the shard is whole
+                output.write(file, local.stream(file))
+    output.join(RECORDS).write(shard.report, [json.dumps(report).encode()])
+    _count(counters, shards=1)
+
+
+def _write_shard(shard: _Shard, path: str, counters: SynchronizedArray[int]) -> dict[str, Any]:
+    """Write the files of one shard; returns its report."""
     tokenizer = open_tokenizer(shard.output, read_special_tokens=shard.read_special_tokens)
     tokenizer = tokenizer if shard.append_eos else replace(tokenizer, end=None)
-    path = os.path.join(shard.output, f"{shard.number:05d}_unshuffled.ds")
     token_bytes = token_bytes_for(vocab_size(tokenizer.tokenizer))
     empty: list[_Read] = []
     with NanosetWriter(path, tokenizer=shard.tokenizer_name, token_bytes=token_bytes) as writer:
@@ -288,14 +306,12 @@ def tokenize_shard(shard: _Shard, counters: SynchronizedArray[int]) -> None:
             size = sum(read.text.size for read in batch)
             _count(counters, size=size, documents=len(documents), tokens=writer.num_tokens - before)
     first = (empty[0].piece, empty[0].text.place) if empty else None
-    report = {
+    return {
         "documents": writer.num_documents,
         "tokens": writer.num_tokens,
         "empty": len(empty),
         "first_empty": first,
     }
-    write_atomically(_report_path(shard), json.dumps(report).encode())
-    _count(counters, shards=1)
 
 
 class _Read(NamedTuple):
