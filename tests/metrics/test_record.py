@@ -208,10 +208,13 @@ class RecordedRun:
 
     def finish(self) -> None:
         self.finished = True
+        if self.options["settings"].finish_timeout == 0:
+            raise AssertionError("a server that is gone would be waited for")
+        raise TimeoutError("Timed out finishing run.")
 
 
 def test_weights_and_biases_gets_the_same_numbers_under_an_id_that_a_resumed_run_keeps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runs: list[RecordedRun] = []
 
@@ -219,7 +222,10 @@ def test_weights_and_biases_gets_the_same_numbers_under_an_id_that_a_resumed_run
         runs.append(RecordedRun(**options))
         return runs[-1]
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    class Settings(SimpleNamespace):
+        finish_timeout = 0.0
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=Settings, Error=Exception))
     record(tmp_path, range(1, 3), wandb=True)
     record(tmp_path, range(3, 5), start_step=2, wandb=True)
     told = [(step, row) for run in runs for step, row in run.rows]
@@ -227,6 +233,26 @@ def test_weights_and_biases_gets_the_same_numbers_under_an_id_that_a_resumed_run
     assert runs[0].options["id"] == runs[1].options["id"]
     assert all(run.finished for run in runs)
     assert {run.options["resume"] for run in runs} == {"allow"}
+    assert [message for message in caplog.messages if "cannot write" in message] == 2 * [
+        f"WeightsAndBiases cannot write (Timed out finishing run: what is not sent is kept in {tmp_path / 'wandb'}, "
+        "for `wandb sync`); the run goes on"
+    ]
+
+
+def test_who_is_not_logged_in_is_told_at_the_start_and_a_resumed_run_goes_on_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wandb = pytest.importorskip("wandb", reason="the package wandb is not installed")
+    wandb.teardown()  # it would keep the settings of an earlier test
+    monkeypatch.setenv("HOME", str(tmp_path))  # where keys lie
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"logging\.wandb: true, but Weights & Biases takes no run \(No API key"):
+        record(tmp_path / "run", range(1, 2), wandb=True)
+    record(tmp_path / "run", range(2, 3), start_step=1, wandb=True)
+    assert "the run goes on, and what is not sent is kept in" in caplog.text
+    assert len(list(tmp_path.glob("run/wandb/offline-run-*/*.wandb"))) == 1
 
 
 def test_a_config_that_asks_for_a_package_that_is_missing_is_the_users_mistake(

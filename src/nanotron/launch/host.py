@@ -164,6 +164,7 @@ def _program(entry: Callable[[Sequence[str]], int], argv: Sequence[str]) -> str:
 def _become_worker(parent: int) -> None:
     """Leave the terminal's process group, so that Ctrl-C reaches a rank once, through the parent; end with it."""
     os.setpgid(0, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # who reads a terminal not its own is stopped for ever
     for number in codes.STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if sys.platform == "linux":

@@ -192,6 +192,6 @@ def _open_sinks(config: Config, run_dir: Path, start_step: int) -> list[Sink]:
     if config.logging.tensorboard:
         sinks.append(TensorBoard(run_dir / "tensorboard", start_step=start_step))
     if config.logging.wandb:
-        general = config.general
-        sinks.append(WeightsAndBiases(run_dir, project=general.project, name=general.run, config=config.to_dict()))
+        project, name, resumed = config.general.project, config.general.run, start_step > 0
+        sinks.append(WeightsAndBiases(run_dir, project=project, name=name, config=config.to_dict(), resumed=resumed))
     return sinks

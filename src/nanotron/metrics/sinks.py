@@ -14,10 +14,19 @@ import json
 import math
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
 from nanotron.untrusted import parse_json
+
+logger = get_logger(__name__)
+
+ANSWER_S = 30.0  # that Weights & Biases has to take a run, and to take what is left when it ends
 
 Row = dict[str, "float | int | str"]
 
@@ -115,20 +124,56 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run in Weights & Biases under the id kept in the run directory, so that a resumed run goes on in place."""
+    """A run in Weights & Biases under the id kept in the run directory, so that a resumed run goes on in place.
 
-    def __init__(self, run_dir: Path, *, project: str, name: str, config: dict[str, Any]) -> None:
+    Raises ConfigError where the service takes no run. A run that is ``resumed`` goes on all the same: what it tells is
+    kept in the folder, from where ``wandb sync`` sends it.
+    """
+
+    def __init__(self, run_dir: Path, *, project: str, name: str, config: dict[str, Any], resumed: bool) -> None:
         import wandb
 
-        self._run = wandb.init(
-            project=project, name=name, id=_kept_id(run_dir / "wandb"), dir=str(run_dir), resume="allow", config=config
-        )
+        self._folder, self._error = run_dir / "wandb", wandb.Error
+        settings = wandb.Settings(init_timeout=ANSWER_S, finish_timeout=ANSWER_S, finish_timeout_raises=True)
+        open_run = partial(
+            wandb.init, project=project, name=name, id=_kept_id(self._folder), dir=str(run_dir), resume="allow",
+            config=config, settings=settings,
+        )  # fmt: skip
+        try:
+            self._run = open_run()
+        except wandb.Error as error:
+            reason = _reason(error)
+            if not resumed:
+                raise ConfigError(
+                    f"logging.wandb: true, but Weights & Biases takes no run ({reason}); log in with `wandb login`, "
+                    "set WANDB_MODE=offline in the environment to keep the numbers here, or set it to false"
+                ) from error
+            logger.warning(f"Weights & Biases takes no run ({reason}); the run goes on, and {self._kept()}")
+            wandb.teardown()  # it would not open another run of this id
+            self._run = open_run(mode="offline")
+
+    def _kept(self) -> str:
+        return f"what is not sent is kept in {self._folder}, for `wandb sync`"
 
     def write(self, step: int, row: Row) -> None:
-        self._run.log({key: value for key, value in row.items() if key != "step"}, step=step)
+        with self._as_os_error():
+            self._run.log({key: value for key, value in row.items() if key != "step"}, step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        with self._as_os_error():
+            self._run.finish()
+
+    @contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        """Tell of the service's failures as of any other sink's."""
+        try:
+            yield
+        except (self._error, TimeoutError) as error:
+            raise OSError(f"{_reason(error)}: {self._kept()}") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
 def _kept_id(folder: Path) -> str:
