@@ -45,10 +45,11 @@ def test_a_layout_that_does_not_fit_exits_3_with_changes_that_fit(config_file: P
 
 def test_search_writes_a_config_that_checks(config_file: Path, tmp_path: Path) -> None:
     best = tmp_path / "best.yaml"
-    code, output = run(config_file, "--search", "--nodes", 1, "--gpus-per-node", 2, "-o", best)
+    batch_of_two = ("--override", "tokens.batch_accumulation_per_replica=1")
+    code, output = run(config_file, *batch_of_two, "--search", "--nodes", 1, "--gpus-per-node", 2, "-o", best)
     assert code == 0, output
     config = examine(best, nproc=2, files=False).config
-    assert config.global_batch_size == 4
+    assert config.global_batch_size == 2
     assert "legal layouts" in output
 
 
@@ -59,15 +60,19 @@ def test_a_layout_with_more_heads_than_tp_allows_is_not_legal() -> None:
     assert not is_legal(changed(config, {"parallelism.pp": 5}))
 
 
-def test_replicas_share_optimizer_state_and_nothing_else() -> None:
-    planner = Planner(find_cluster("h100", 8))
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    """One for all: it measures what layouts share once."""
+    return Planner(find_cluster("h100", 8))
+
+
+def test_replicas_share_optimizer_state_and_nothing_else(planner: Planner) -> None:
     (one,), (eight,) = planner.memories(small()), planner.memories(small(dp=8))
     assert eight.moments == pytest.approx(one.moments / 8, rel=0.01)
     assert (eight.parameters, eight.activations) == pytest.approx((one.parameters, one.activations), rel=0.01)
 
 
-def test_recomputation_keeps_less_and_computes_more() -> None:
-    planner = Planner(find_cluster("h100", 8))
+def test_recomputation_keeps_less_and_computes_more(planner: Planner) -> None:
     plain, again = planner.plan(small(layers=8)), planner.plan(small(layers=8, recompute=True))
     assert again.worst.memory.activations < 0.6 * plain.worst.memory.activations
     assert again.step_seconds > plain.step_seconds

@@ -35,6 +35,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "interleaved_1f1b", "layers": 8},
     {"recompute": True, "loss_chunk": 64},
 ]
+PLANNER = Planner(find_cluster("cpu", 8))  # measures what layouts share once
 SMALLER = {"hidden": 128, "sequence": 128}  # at which activations still weigh as much as their state
 
 
@@ -50,7 +51,7 @@ def test_predicted_memory_is_within_5_percent_of_what_a_run_allocates(pool: Pool
     config = small(**SMALLER, **layout)
     size = config.parallelism
     measured = pool.run(size.world_size, run_and_measure, layout, timeout=300)
-    for rank, memory in enumerate(Planner(find_cluster("cpu", 8)).memories(config)):
+    for rank, memory in enumerate(PLANNER.memories(config)):
         state = memory.parameters + memory.gradients + memory.master_weights + memory.moments
         real = measured[rank * size.dp * size.tp + size.tp - 1]
         assert state == pytest.approx(real.state, rel=0.01), f"state of pipeline rank {rank}"

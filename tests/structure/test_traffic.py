@@ -39,6 +39,9 @@ from tests.structure.counters import Collective, Collectives
 Counts = dict[Collective, tuple[int, int]]
 """Calls and bytes of each."""
 
+PLANNER = Planner(find_cluster("h100", 8))
+"""One for all: it measures what layouts share once."""
+
 CASES = [
     Case(dp=2),
     Case(dp=2, zero_stage=1),
@@ -58,7 +61,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_sends_the_least_its_layout_needs_and_what_the_planner_says(pool: Pool, case: Case) -> None:
     config = config_of(case)
-    plan = Planner(find_cluster("h100", 8)).plan(config, every_layer=True)
+    plan = PLANNER.plan(config, every_layer=True)
     for rank, seen in enumerate(pool.run(case.world, count, case)):
         mesh = Mesh(mesh_axes(config), rank)
         assert seen == least(config, mesh), f"rank {rank}"
@@ -178,7 +181,7 @@ def named(traffic: Counter[Traffic], config: Config, mesh: Mesh) -> Counts:
 def test_the_planner_counts_the_buckets_of_many_layers(pool: Pool) -> None:
     case = Case(dp=2, layers=16, zero_stage=1)
     config = capped(case, 1)
-    plan = Planner(find_cluster("h100", 8)).plan(config, every_layer=True)
+    plan = PLANNER.plan(config, every_layer=True)
     for rank, seen in enumerate(pool.run(2, count, case, 1)):
         assert seen == named(plan.ranks[0].traffic, config, Mesh(mesh_axes(config), rank))
         assert seen[Collective("reduce_scatter", (0, 1))][0] == 4  # 6 layers of 148 KB, 6, 4 and the head; the norms
