@@ -24,12 +24,12 @@ _LAYER = {
 
 
 def hf_nanotron_name(name: str) -> str:
-    """`layers.3.attn.out.weight` -> `model.decoder.3.pp_block.attn.o_proj.weight`."""
+    """`layers.3.attn.out.weight` -> `model.decoder.3.pp_block.attn.o_proj.weight`; parts it lacks keep our word."""
     if name in _TOP:
         return _TOP[name]
     _, layer, rest = name.split(".", 2)
     part, kind = rest.rsplit(".", 1)
-    return f"model.decoder.{layer}.pp_block.{_LAYER[part]}.{kind}"
+    return f"model.decoder.{layer}.pp_block.{_LAYER.get(part, part)}.{kind}"
 
 
 def matching(names: Iterable[str], patterns: Sequence[str]) -> set[str]:
