@@ -17,6 +17,7 @@ from nanotron.checkpoint.storage import RemoteFolder, open_folder
 from nanotron.data.inspect import inspect_dataset, is_dataset
 from nanotron.data.order.windows import TokenWindows
 from nanotron.data.sources import partial_files, remote
+from nanotron.data.sources.nanoset import NanosetFile
 from nanotron.data.sources.remote import local_path
 from nanotron.data.sources.token_files import open_token_files
 from nanotron.data.tokenize.tokenizer import load_tokenizer, open_tokenizer
@@ -44,6 +45,16 @@ def rows(path: str, **options: object) -> list[list[int]]:
     source = TokenWindows("x", open_token_files(path, **options), 16)
     windows = [source.window(index) for index in range(len(source))]
     return [window.tokens.tolist() + ([] if window.starts is None else window.starts.tolist()) for window in windows]
+
+
+def ends(path: str, **options: object) -> list[list[int]]:
+    """Where the documents of every file end, as the mapped index says."""
+    files = [file for file in open_token_files(path, **options) if isinstance(file, NanosetFile)]
+    return [file.document_ends.tolist() for file in files]
+
+
+def fingerprint(path: str, **options: object) -> dict[str, object]:
+    return TokenWindows("x", open_token_files(path, **options), 16).fingerprint()
 
 
 @pytest.fixture
@@ -78,7 +89,10 @@ def test_a_folder_behind_a_url_reads_as_the_same_folder_here(tmp_path: Path, url
         np.concatenate(documents).astype("<u4").tofile(tmp_path / "here" / "a.bin")
         options, name = {"token_bytes": 4}, "/a.bin"
     upload(tmp_path / "here", f"{url}/there")
-    assert rows(local_path(f"{url}/there{name}"), **options) == rows(f"{tmp_path}/here{name}", **options)
+    for ask in (fingerprint, ends, rows):  # each of files that nobody has read yet
+        assert ask(local_path(f"{url}/there{name}"), **options) == ask(f"{tmp_path}/here{name}", **options)
+        remote._stand_in.cache_clear()
+        shutil.rmtree("data")
     assert local_path(f"{url}/there{name}").startswith(f"data/remote/memory/{tmp_path.name}/there")
     assert local_path(f"file://{tmp_path}/here") == f"{tmp_path}/here"
 
