@@ -348,18 +348,19 @@ def train(
     from nanotron.launch.signals import StopSignals
 
     signals = StopSignals()  # before the imports that take seconds
+    from nanotron.config.load import lasting
     from nanotron.launch.parent import train as run
 
-    raise typer.Exit(
-        run(
-            str(config_file),
+    with lasting(str(config_file)) as file:  # every rank reads it
+        code = run(
+            file,
             override,
             nproc=nproc,
             plain=plain,
             allow_data_change=allow_data_change,
             stop_signals=signals,
         )
-    )
+    raise typer.Exit(code)
 
 
 @app.command()

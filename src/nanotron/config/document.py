@@ -13,6 +13,10 @@ import yaml
 
 from nanotron.config.keys import Path, dotted, is_section
 
+DEEPEST = 100  # mappings and lists inside each other
+MOST_VALUES = 100_000
+MOST_DIGITS = 1000  # of a number; Python reads no more than 4,300
+
 _PLAIN_SCALARS = [
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
@@ -47,7 +51,8 @@ class Problem:
 
     def line(self, name: str) -> str:
         """Return the message: `file.yaml:3: section.key: text`."""
-        where = f"--override {self.place.override}" if self.place.override else f"{name}:{self.place.line}"
+        override = self.place.override
+        where = f"--override {override[:80]}{'…' * (len(override) > 80)}" if override else f"{name}:{self.place.line}"
         key = dotted(self.path)
         return f"{where}: {key}: {self.text}" if key else f"{where}: {self.text}"
 
@@ -75,10 +80,33 @@ class Document:
         self.problems.append(Problem(path, text, self.place_of(path)))
 
 
+class _TooMuch(yaml.MarkedYAMLError):
+    """Deeper or larger than any config is, perhaps only once its aliases are written out."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Composes YAML 1.2 plain scalars."""
+    """Composes YAML 1.2 plain scalars, to a bounded depth, and counts the values that aliases stand for."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth, self._values = 0, 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise _too_deep(self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def count(self, node: yaml.Node) -> None:
+        """Note that a value is read; raises _TooMuch when there are too many."""
+        self._values += 1
+        if self._values > MOST_VALUES:
+            text = f"more than {MOST_VALUES:,} values, with aliases written out; no config needs as many"
+            raise _TooMuch(None, None, text, node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -126,7 +154,7 @@ def parse(text: str) -> Document:
         else:
             document.values = _mapping(loader, node, (), document, ())
     except yaml.YAMLError as error:
-        document.problems.append(_syntax_problem(error))
+        document = Document(problems=[_syntax_problem(error)])
     finally:
         if loader is not None:
             loader.dispose()
@@ -146,7 +174,12 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
     told = [getattr(error, name, None) for name in ("context", "problem", "reason")]
     reason = ", ".join(part for part in told if part) or str(error).splitlines()[0]
     line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
-    return Problem((), f"not YAML at column {column}: {reason}", Place("", line, column))
+    where = "" if isinstance(error, _TooMuch) else f"not YAML at column {column}: "
+    return Problem((), f"{where}{reason}", Place("", line, column))
+
+
+def _too_deep(mark: Any) -> _TooMuch:
+    return _TooMuch(None, None, f"nested more than {DEEPEST} deep; no config needs it", mark)
 
 
 def _kind(node: yaml.Node) -> str:
@@ -163,6 +196,9 @@ def _value(loader: _Loader, node: yaml.Node, path: Path, document: Document, abo
     if node in above:
         document.report(path, "this alias contains itself")
         return None
+    loader.count(node)
+    if len(path) > DEEPEST:
+        raise _too_deep(node.start_mark)
     if isinstance(node, yaml.MappingNode):
         return _mapping(loader, node, path, document, (*above, node))
     if isinstance(node, yaml.SequenceNode):
@@ -194,7 +230,9 @@ def _mapping(
 
 
 def _key_name(node: yaml.Node) -> str:
-    return str(node.value) if isinstance(node, yaml.ScalarNode) else f"({_kind(node)})"
+    if not isinstance(node, yaml.ScalarNode):
+        return f"({_kind(node)})"
+    return str(node.value).encode(errors="backslashreplace").decode()
 
 
 def _scalar(node: yaml.Node, path: Path, document: Document) -> Any:
@@ -204,12 +242,23 @@ def _scalar(node: yaml.Node, path: Path, document: Document) -> Any:
         return None
     if kind == "bool":
         return text.lower() == "true"
+    if kind == "int" and len(text) > MOST_DIGITS:
+        document.report(path, f"a number of {len(text)} digits; no key needs as many")
+        return None
     if kind == "int":
         return _integer(text)
     if kind == "float":
         return _float(text)
     if kind != "str":
         document.report(path, f"the YAML tag {node.tag!r} has no meaning here; leave it out")
+    return _encodable(text, path, document)
+
+
+def _encodable(text: str, path: Path, document: Document) -> str:
+    """The text; half of a character's code (`"\\ud800"`), which no file can hold, is a problem."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        text = text.encode(errors="backslashreplace").decode()
+        document.report(path, f"{text} holds half of a character's code (a lone surrogate); write the whole character")
     return text
 
 

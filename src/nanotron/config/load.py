@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -20,6 +22,7 @@ from nanotron.config.override import apply_override
 from nanotron.errors import ConfigError
 
 _ADAPTER = TypeAdapter(Config)
+LARGEST = 2**20  # bytes
 _ROUNDS = 6  # of validation; each finds what the mistakes of the one before it hid
 
 
@@ -71,18 +74,42 @@ def get_config_from_dict(values: dict[str, Any]) -> Config:
 def read_file(config_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Reading:
     """Read a config file without raising for what it says. Raises ConfigError when it cannot be read at all."""
     name = os.fspath(config_path)
-    try:
-        text = FilePath(config_path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
-    except OSError as error:
-        raise ConfigError(f"{name}: {(error.strerror or str(error)).lower()}; give the path of a YAML config") from None
-    document = parse(text)
+    document = parse(read_text(name))
     if document.problems and not document.values:
         return Reading(name, document, None, set())
     for override in overrides:
         apply_override(document, override)
     return read_document(name, document)
+
+
+def read_text(name: str) -> str:
+    """What a config file says. Raises ConfigError when it is not there, no text, or larger than any config is."""
+    try:
+        with open(name, "rb") as file:
+            content = file.read(LARGEST + 1)
+            is_pipe = not stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except OSError as error:
+        raise ConfigError(f"{name}: {(error.strerror or str(error)).lower()}; give the path of a YAML config") from None
+    if len(content) > LARGEST:
+        raise ConfigError(f"{name}: larger than {LARGEST >> 20} MiB; no config is, give the path of a YAML config")
+    if is_pipe and not content:
+        raise ConfigError(f"{name}: a pipe that gives nothing, perhaps no longer; write the config to a file")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not a text file (byte {error.start} is not UTF-8)") from None
+
+
+@contextmanager
+def lasting(name: str) -> Iterator[str]:
+    """The path of a config that can be read any number of times: its own, or while open that of a pipe's copy."""
+    if not os.path.exists(name) or os.path.isfile(name):
+        yield name
+        return
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="config-", suffix=".yaml") as copy:
+        copy.write(read_text(name))
+        copy.flush()
+        yield copy.name
 
 
 def read_document(name: str, document: Document) -> Reading:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from nanotron.config.document import Document, Place, Problem, parse_value
+from nanotron.config.document import DEEPEST, Document, Place, Problem, parse_value
 from nanotron.config.keys import Path, dotted, path_of
 
 
@@ -21,6 +21,9 @@ def apply_override(document: Document, override: str) -> None:
     path = _path(name)
     if not equals or path is None:
         document.problems.append(Problem((), "not of the form section.key=value", place))
+        return
+    if len(path) > DEEPEST:
+        document.problems.append(Problem((), f"more than {DEEPEST} names; no key lies so deep", place))
         return
     try:
         value = parse_value(text)
