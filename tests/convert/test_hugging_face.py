@@ -110,45 +110,91 @@ LAYERS = SHAPE["num_hidden_layers"]
 SOME = ["full_attention"] * (LAYERS - 1) + ["sliding_attention"]
 
 
+QWEN = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 50}
+
+
 @pytest.mark.parametrize(
-    ("theirs", "window"),
+    ("theirs", "window", "layers"),
     [
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "mistral", "sliding_window": 50}, 50),
-        ({"model_type": "qwen2", "sliding_window": 50}, None),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
-        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 50}, None),
-        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 0}, 50),
-        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1}, "50"),
-        ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 50, "layer_types": SOME}, "50"),
-        ({"model_type": "qwen2", "layer_types": SOME}, "None"),
-        ({"model_type": "llama", "sliding_window": 50}, None),
+        ({"model_type": "mistral"}, 4096, None),
+        ({"model_type": "mistral", "sliding_window": None}, None, None),
+        ({"model_type": "mistral", "sliding_window": 50}, 50, None),
+        ({"model_type": "qwen2", "sliding_window": 50}, None, None),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": None, "max_window_layers": 0},
+            None,
+            None,
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 50}, None, None),
+        ({**QWEN, "max_window_layers": 0}, 50, None),
+        ({**QWEN, "max_window_layers": 1}, 50, [1, 2]),
+        ({**QWEN, "max_window_layers": 1, "layer_types": SOME}, 50, [2]),
+        ({**QWEN, "layer_types": SOME[::-1]}, 50, [0]),
+        ({**QWEN, "layer_types": ["full_attention"] * LAYERS}, None, None),
+        ({"model_type": "llama", "sliding_window": 50}, None, None),
     ],
     ids=str,
 )
-def test_a_sliding_window_is_that_of_all_layers_or_none_and_null_is_none(theirs, window) -> None:
-    values = {**SHAPE, **theirs}
-    if isinstance(window, str):
-        with pytest.raises(
-            ConfigError, match=rf"a sliding window \({window}\) in \d of {LAYERS} layers is not available"
-        ):
-            model_config_from_hf(values)
-        return
-    ours = model_config_from_hf(values)
-    assert ours["sliding_window_size"] == window
+def test_a_sliding_window_and_its_layers_come_in_and_go_out(theirs, window, layers) -> None:
+    ours = model_config_from_hf({**SHAPE, **theirs})
+    assert (ours["sliding_window_size"], ours.get("sliding_window_layers")) == (window, layers)
     again = hf_config(parse_model_config(ours, "test"), "float32")
-    assert model_config_from_hf(again)["sliding_window_size"] == window
+    back = model_config_from_hf(again)
+    assert (back["sliding_window_size"], back.get("sliding_window_layers")) == (window, layers)
 
 
-def test_an_imported_window_limits_the_sequences_to_train_on(tmp_path: Path) -> None:
-    window = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 0}
-    hugging_face_model("qwen3", **window).save_pretrained(tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("theirs", "problem"),
+    [
+        (
+            {"model_type": "qwen2", "layer_types": SOME},
+            f"a sliding window (None) in 1 of {LAYERS} layers, by layer_types,",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 50, "layer_types": SOME},
+            "a sliding window (50) in 1 of 3 layers",
+        ),
+        ({"model_type": "llama", "layer_types": SOME}, "a sliding window (None) in 1 of 3 layers"),
+        (
+            {**QWEN, "layer_types": SOME[1:]},
+            "layer_types with 2 kinds, of full_attention, sliding_attention, in 3 layers",
+        ),
+        (
+            {**QWEN, "layer_types": ["chunked_attention"] * LAYERS},
+            "layer_types with 3 kinds, of chunked_attention, in 3",
+        ),
+    ],
+    ids=str,
+)
+def test_windows_that_a_family_does_not_have_are_refused(theirs, problem) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(problem)}.* is not available"):
+        model_config_from_hf({**SHAPE, **theirs})
+
+
+WINDOWS = {
+    "mistral": {"sliding_window": 6},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 6, "layer_types": SOME[::-1]},
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_model_with_windows_has_the_logits_of_the_original_here_and_exported(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    original = hugging_face_model(name, **WINDOWS[name])
+    original.save_pretrained(tmp_path / "hf")
     checkpoint = import_weights(str(tmp_path / "hf"), str(tmp_path / "ours"))
-    file = f"{checkpoint}/config.yaml"
-    assert examine(file, files=False).config.tokens.sequence_length == 50
-    with pytest.raises(ConfigError, match="sliding_window_size: 50 is shorter than the longest sequence, 51,"):
-        examine(file, ["tokens.sequence_length=51"], files=False)
+    config = read_model_config(checkpoint)
+    pieces = weight_pieces(config)
+    load(checkpoint, pieces)
+    export_hf(checkpoint, str(tmp_path / "back"))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = original(TOKENS).logits
+        assert torch.equal(exported(TOKENS).logits, expected)
+    torch.testing.assert_close(logits_of(config, pieces, TOKENS), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+    assert examine(f"{checkpoint}/config.yaml", files=False).config.tokens.sequence_length == 128
 
 
 def test_null_is_not_the_default_of_an_absent_key() -> None:
@@ -395,7 +441,14 @@ def test_no_value_of_a_config_is_more_than_a_mistake(tmp_path: Path) -> None:
             {"is_qwen2_config": True, "attention_bias": False},
             "attention_bias=false cannot be exported: Hugging Face's qwen2",
         ),
-        ({"is_llama_config": True, "sliding_window_size": 64}, "sliding_window_size=64 cannot be exported: .*llama"),
+        (
+            {"is_llama_config": True, "sliding_window_size": 64},
+            "sliding_window_size=64 in 3 of 3 layers cannot be exported: Hugging Face's llama has no window",
+        ),
+        (
+            {"is_mistral_config": True, "sliding_window_size": 64, "sliding_window_layers": [0, 2]},
+            "sliding_window_size=64 in 2 of 3 layers cannot be exported: Hugging Face's mistral has the window in all",
+        ),
     ],
 )
 def test_what_the_family_cannot_express_is_refused_before_anything_is_written(tmp_path: Path, values, message) -> None:

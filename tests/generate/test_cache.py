@@ -1,5 +1,7 @@
 """Keys and values that are kept: fed in any pieces, a row's next logits are those of the whole row at once."""
 
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from nanotron.batch import Batch, Span, Spans
 from nanotron.generate.decode import left_padded
 from nanotron.generate.source import open_source
 from nanotron.models.cache import new_cache
-from tests.generate.tiny import CPU, training_logits, whole_model
+from nanotron.models.decoder import DecoderChunk
+from tests.generate.tiny import CPU, training_logits, whole_model, write_run
 
 ROWS = ([5, 90, 200, 31, 7, 44, 120, 60, 61, 62], [9, 8, 7, 270, 3], [1] * 8)
 
@@ -23,12 +26,25 @@ def part_of(spans: Spans, start: int, stop: int) -> Spans:
     )
 
 
-@pytest.mark.parametrize("sizes", [[10], [1] * 10, [4, 3, 3], [9, 1]], ids=str)
+SIZES = [[10], [1] * 10, [4, 3, 3], [9, 1]]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["alone", "padded"])
 def test_a_row_fed_in_pieces_has_the_logits_of_the_whole_row(
     run: Path, sizes: list[int], rows: list[list[int]]
 ) -> None:
-    model = whole_model(open_source(str(run)))
+    whole_row_by_pieces(whole_model(open_source(str(run))), sizes, rows)
+
+
+def test_under_windows_too(tmp_path: Path) -> None:
+    facts = {"sliding_window_size": 3, "sliding_window_layers": [0, 2]}
+    model = whole_model(open_source(str(write_run(tmp_path, **facts))))
+    for sizes, rows in product(SIZES, (ROWS[:1], ROWS)):
+        whole_row_by_pieces(model, sizes, rows)
+
+
+def whole_row_by_pieces(model: DecoderChunk, sizes: list[int], rows: Sequence[list[int]]) -> None:
     whole = left_padded(rows, CPU)
     assert (whole.spans is None) == (len(rows) == 1)
     cache, start = new_cache(3, 10), 0

@@ -127,24 +127,6 @@ def test_run_generate_names_a_mistake_in_one_line(
     assert second == "tp=2 · pp=1 makes 2 ranks, but 1 were started; start 2, or give other --tp and --pp"
 
 
-def test_going_past_a_sliding_window_is_refused_as_training_refuses_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(write_run(tmp_path, sliding_window_size=16))
-    prompt = len(open_source(path).encode("import os"))
-    most = 16 - prompt + 1  # the last token made is not looked at again
-    with pytest.raises(ConfigError) as caught:
-        generate(Request(path, ("import os",), max_new_tokens=most + 1))
-    assert str(caught.value) == (
-        "model.model_config.sliding_window_size: 16 is shorter than the longest sequence, 17, and attention always sees"
-        f" the whole sequence; use --max-new-tokens {most} or less"
-    )
-    with pytest.raises(ConfigError, match="shorten the prompt"):
-        generate(Request(path, ("import os",) * 2 + ("import os\n" * 8,), max_new_tokens=1))
-    assert generate(Request(path, ("import os",), max_new_tokens=most)) == 0
-    assert capsys.readouterr().out.startswith("import os")
-
-
 def test_going_past_the_length_that_the_model_is_meant_for_is_noted(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

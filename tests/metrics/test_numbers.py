@@ -2,10 +2,10 @@
 
 import pytest
 
-from nanotron.config import LlamaConfig
+from nanotron.config import LlamaConfig, MistralConfig
 from nanotron.logging import human_duration, human_format
 from nanotron.metrics.devices import find_device, known_devices
-from nanotron.models.families import flops_per_step
+from nanotron.models.families import flops_per_step, layer_costs
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,17 @@ def test_flops_equal_the_golden_value_of_hugging_faces_nanotron() -> None:
         vocab_size=256,
     )
     assert flops_per_step(model, num_samples=8, sequence_length=32) == 150_994_944
+
+
+def test_a_layer_with_a_window_shorter_than_the_sequence_has_so_many_keys_for_each_token() -> None:
+    shape = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 256}
+    full, long, some = (
+        layer_costs(MistralConfig(**shape, **window), 32)
+        for window in ({}, {"sliding_window_size": 32}, {"sliding_window_size": 5, "sliding_window_layers": [0, 2]})
+    )
+    assert full == long
+    saved = 4 * 32 * (32 - 5) * 64  # 2 products of 2 operations, tokens, keys, channels of all heads
+    assert some == [full[0] - saved, full[0], full[0] - saved]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,10 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.masking_utils import sliding_window_causal_mask_function
 
 from nanotron.batch import Span, document_spans
 from nanotron.ops.attention import LONG, causal_attention
@@ -114,3 +118,65 @@ def test_a_span_of_other_keys_than_its_queries_places(kernels):
     found = causal_attention(q, k, v, spans, kernels=kernels)
     later = causal_attention(q[:, 40:], k[:, 10:], v[:, 10:], None, kernels=kernels)
     torch.testing.assert_close(found[:, 40:], later, rtol=0, atol=1e-13)
+
+
+WINDOWED = [(60, 60, 1), (60, 60, 7), (200, 200, 130), (1, 90, 12), (40, 130, 50), (40, 130, 129), (600, 900, 300)]
+
+
+@by_each
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("queries", "keys", "window"), [*WINDOWED, (LONG + 150, LONG + 150, 20)])
+def test_under_a_window_a_token_sees_itself_and_the_last_before_it(kernels, dtype, queries, keys, window):
+    """By the mask that transformers makes: key > query − window, and not later."""
+    _, k, v, _ = inputs(2, keys, 4, 2, dtype)
+    q, _, _, grad = inputs(2, queries, 4, 2, dtype)
+    places = torch.arange(keys - queries, keys)[:, None]
+    sees = sliding_window_causal_mask_function(window)
+    mask = torch.ones(queries, keys, dtype=torch.bool) & sees(0, 0, places, torch.arange(keys))
+
+    def masked(q, k, v):
+        q, k, v = (x.transpose(1, 2).double() for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+    found = value_and_grads(lambda *x: causal_attention(*x, None, kernels=kernels, window=window), q, k, v, grad)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    for ours, theirs in zip(found, value_and_grads(masked, q, k, v, grad), strict=True):
+        scale = max(1.0, float(theirs.abs().max()))
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=tolerance * scale)
+
+
+@by_each
+def test_a_window_does_not_reach_beyond_its_document(kernels):
+    q, k, v, _ = inputs(2, 100, 4, 2, torch.float64)
+    spans = document_spans([[0, 30, 75], [0, 50]], 100)
+    found = causal_attention(q, k, v, spans, kernels=kernels, window=20)
+    for row, lo, hi in [(0, 0, 30), (0, 30, 75), (0, 75, 100), (1, 0, 50), (1, 50, 100)]:
+        part = slice(row, row + 1), slice(lo, hi)
+        alone = causal_attention(q[part], k[part], v[part], None, kernels=kernels, window=20)
+        torch.testing.assert_close(found[part], alone, rtol=0, atol=1e-13)
+
+
+@by_each
+def test_work_and_memory_under_a_window_go_by_the_length_and_not_by_its_square(kernels):
+    def largest_and_flops(length: int) -> tuple[int, int]:
+        q, k, v, grad = inputs(1, length, 2, 1, torch.float32)
+        with _Largest() as made, FlopCounterMode(display=False) as counter:
+            causal_attention(q.requires_grad_(), k, v, None, kernels=kernels, window=32).backward(grad)
+        return made.numel, counter.get_total_flops()
+
+    (_, few), (largest, many) = largest_and_flops(2048), largest_and_flops(8192)
+    assert largest == 8192 * 2 * 16, "something is larger than the queries"
+    if kernels == "cpu":  # torch counts plain products only
+        assert 0 < many <= 4.1 * few
+
+
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that anything makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.numel = max(self.numel, *sizes, 0)
+        return result

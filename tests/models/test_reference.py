@@ -1,4 +1,4 @@
-"""The model against one that nobody here wrote: `transformers`' Llama, Qwen2 and Qwen3."""
+"""The model against one that nobody here wrote: `transformers`' Llama, Mistral, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {}),
+    "mistral window": ("mistral", {"sliding_window_size": 5}),
+    "qwen2 window in later layers": (
+        "qwen2",
+        {"sliding_window_size": 7, "sliding_window_layers": [1, 2], "num_hidden_layers": 3},
+    ),
+    "qwen3 every third layer without the window": (
+        "qwen3",
+        {"sliding_window_size": 9, "sliding_window_layers": [0, 1, 3, 4], "num_hidden_layers": 6},
+    ),
 }
 
 
@@ -47,14 +57,21 @@ def reference_model(case: str, dtype: torch.dtype) -> transformers.PreTrainedMod
     shared = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"]
     shared += ["vocab_size", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "head_dim"]
     settings = {name: getattr(config, name) for name in shared}
-    biases = {"attention_bias": config.qkv_bias} if family != "qwen2" else {}
+    biases = {"attention_bias": config.qkv_bias} if family in ("llama", "qwen3") else {}
+    window: dict[str, Any] = {"sliding_window": config.sliding_window_size}
+    if config.sliding_window_layers is not None:
+        kinds = ["full_attention"] * config.num_hidden_layers
+        for layer in config.sliding_window_layers:
+            kinds[layer] = "sliding_attention"
+        window |= {"use_sliding_window": True, "layer_types": kinds}
     kind = {
         "llama": transformers.LlamaConfig,
+        "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
     }[family]
     model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-        kind(**settings, **biases, rope_parameters=rope), attn_implementation="eager", dtype=dtype
+        kind(**settings, **biases, **window, rope_parameters=rope), attn_implementation="eager", dtype=dtype
     )
     return model.to(dtype).eval()  # type: ignore[no-any-return]
 

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
-from nanotron.config.model import LlamaConfig, ModelConfig, Qwen2Config, Qwen3Config
+from nanotron.config.model import LlamaConfig, MistralConfig, ModelConfig, Qwen2Config, Qwen3Config
 from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.specs import StageModules, decoder_specs
 from nanotron.parallel.mesh import Mesh
 
 VOCABULARY = 257
-FAMILIES: dict[str, type[ModelConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES: dict[str, type[ModelConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
 
 
 def tiny_config(family: str = "llama", **facts: Any) -> ModelConfig:

@@ -45,6 +45,8 @@ class Case:
     layers: int = 4
     z_loss: bool = False
     documents: bool = False
+    window: int | None = None
+    window_layers: tuple[int, ...] | None = None
     dtype: str = "float32"
     accumulate_in_fp32: bool = True
     steps: int = STEPS
@@ -193,6 +195,18 @@ def context_cases() -> list[Case]:
         Case(cp=2, pp=2, schedule="zbv", documents=True),
         Case(cp=2, tp=2, pp=2, schedule="interleaved_1f1b", rows=6, zero_stage=1, tp_mode="REDUCE_SCATTER"),
         Case(cp=2, dp=2, pp=2, schedule="afab", **exchanged, zero_stage=1, recompute_layer=True),
+    ]
+
+
+def window_cases() -> list[Case]:
+    """Sliding windows in all layers or in some: with documents, cut sequences, and two kinds of layer in pipelines."""
+    some = {"window": 11, "window_layers": (0, 1, 3)}
+    return [
+        Case(cp=2, family="mistral", window=11),
+        Case(cp=2, cp_mode="ALL_TO_ALL", documents=True, **some, dtype="float64", family="qwen3"),
+        Case(cp=2, pp=2, schedule="zbv", documents=True, **some, dtype="float64", family="qwen2"),
+        Case(tp=2, pp=2, schedule="zb_h1", tp_mode="REDUCE_SCATTER", recompute_layer=True, **some, family="qwen3"),
+        Case(dp=2, pp=2, schedule="interleaved_1f1b", rows=3, documents=True, window=5, zero_stage=1, family="mistral"),
     ]
 
 

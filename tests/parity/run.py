@@ -83,6 +83,8 @@ def config_of(case: Case) -> Config:
                     "tie_word_embeddings": case.tied,
                     "z_loss_enabled": case.z_loss,
                     "z_loss_coefficient": 1e-2,
+                    "sliding_window_size": case.window,
+                    "sliding_window_layers": list(case.window_layers) if case.window_layers else None,
                 },
             },
             "optimizer": {

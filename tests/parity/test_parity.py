@@ -22,6 +22,7 @@ from tests.parity.cases import (
     pairs_of,
     product_cases,
     schedule_cases,
+    window_cases,
 )
 from tests.parity.compare import difference
 from tests.parity.faults import train_with_fault
@@ -61,7 +62,7 @@ def test_one_device_learns_so_that_later_steps_depend_on_earlier_updates(
     assert losses[-1] < losses[0] - learnt
 
 
-CASES = [*covering_cases(), *named_cases(), *context_cases(), *schedule_cases(list(SCHEDULE_NAMES))]
+CASES = [*covering_cases(), *named_cases(), *context_cases(), *window_cases(), *schedule_cases(list(SCHEDULE_NAMES))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

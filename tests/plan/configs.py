@@ -27,6 +27,8 @@ def small(
     loss_chunk: int | None = None,
     hidden: int = 256,
     sequence: int = 256,
+    window: int | None = None,
+    window_layers: list[int] | None = None,
 ) -> Config:
     """The config of a layout of a model of 3 million parameters."""
     values: dict[str, Any] = {
@@ -49,6 +51,8 @@ def small(
                 "intermediate_size": 704,
                 "vocab_size": VOCABULARY,
                 "tie_word_embeddings": tied,
+                "sliding_window_size": window,
+                "sliding_window_layers": window_layers,
             },
         },
         "optimizer": {

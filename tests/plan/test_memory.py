@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -13,9 +13,12 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from nanotron.batch import Batch
+from nanotron.models.specs import StageModules
+from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.transport import Parcel, Transport
 from nanotron.plan.hardware import find_cluster
+from nanotron.plan.measure import ChunkCounts, Measurements, measure_chunk
 from nanotron.plan.predict import Planner
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes, tied_stages
@@ -34,6 +37,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "zbv", "tied": True, "layers": 8},
     {"pp": 2, "schedule": "interleaved_1f1b", "layers": 8},
     {"recompute": True, "loss_chunk": 64},
+    {"pp": 2, "layers": 10, "window": 20, "window_layers": [0, 1, 2, 4, 5, 6, 8, 9]},
 ]
 PLANNER = Planner(find_cluster("cpu", 8))  # measures what layouts share once
 SMALLER = {"hidden": 128, "sequence": 128}  # at which activations still weigh as much as their state
@@ -57,6 +61,20 @@ def test_predicted_memory_is_within_5_percent_of_what_a_run_allocates(pool: Pool
         assert state == pytest.approx(real.state, rel=0.01), f"state of pipeline rank {rank}"
         assert memory.total == pytest.approx(real.peak, rel=0.05), f"peak of pipeline rank {rank}"
         assert memory.total - state == pytest.approx(real.peak - real.state, rel=0.05), f"activations of rank {rank}"
+
+
+def test_layers_with_and_without_a_window_are_counted_each_by_one_more_of_it() -> None:
+    config = small(layers=8, sequence=1024, window=300, window_layers=[0, 1, 3, 4, 6, 7], micro_batch=1)
+    whole = StageModules.whole(config.model.model_config)
+    for kernels in get_args(Kernels):
+        counts = measure_chunk(config, whole, kernels)
+        assert Measurements(kernels).chunk(config, whole) == counts
+        full = measure_chunk(small(layers=8, sequence=1024, micro_batch=1), whole, kernels)
+        assert work(counts) < work(full)
+
+
+def work(counts: ChunkCounts) -> int:
+    return counts.forward["matmul"] + counts.forward["attention"]
 
 
 def run_and_measure(rank: int, world: int, layout: dict[str, Any]) -> Measured:

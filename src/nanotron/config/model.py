@@ -42,6 +42,7 @@ class RopeScalingArgs:
 
 
 Token = Annotated[Int, Field(ge=0)]
+Layer = Annotated[Int, Field(ge=0)]
 Tokens = Annotated[
     Annotated[Token, Tag("<token>")] | Annotated[list[Token], Field(min_length=1), Tag("<tokens>")],
     Discriminator(lambda value: "<tokens>" if isinstance(value, list) else "<token>"),
@@ -90,7 +91,10 @@ class ModelConfig:
     pad_token_id: Int | None = key(None, "Token that fills up; written into an exported model.", ge=0)
     _use_doc_masking: bool = key(False, "Keep attention, and the loss, inside each document of a window.")
     sliding_window_size: Int | None = key(
-        None, "Tokens that a token can look back; legal when no sequence is longer, where it has no effect.", gt=0
+        None, "Last tokens of its sequence that a token sees, itself among them; null is all.", gt=0
+    )
+    sliding_window_layers: list[Layer] | None = key(
+        None, "Layers that have the window, by number from 0; null is all.", min_length=1
     )
 
     def __post_init__(self) -> None:
@@ -114,6 +118,11 @@ class ModelConfig:
                 },
             )
         return width
+
+    def window_of(self, layer: int) -> int | None:
+        """The last tokens that a token sees in a layer; None: all."""
+        layers = self.sliding_window_layers
+        return self.sliding_window_size if layers is None or layer in layers else None
 
     @property
     def qkv_bias(self) -> bool:

@@ -13,13 +13,14 @@ from typing import NamedTuple
 from nanotron.config.config import Config
 from nanotron.config.data import NanosetDatasetsArgs
 from nanotron.config.keys import Path, path_of
-from nanotron.config.model import ModelConfig, Qwen2Config
+from nanotron.config.model import Qwen2Config
 
 Findings = Iterator[tuple[str, str]]
 HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
 LAYERS, TRAIN_STEPS = "model.model_config.num_hidden_layers", "tokens.train_steps"
 SEQUENCE, SCHEDULER = "tokens.sequence_length", "optimizer.learning_rate_scheduler"
 STAGE_SEQUENCES = "data_stages[].sequence_length"
+WINDOW_LAYERS = "model.model_config.sliding_window_layers"
 
 
 class Rule(NamedTuple):
@@ -169,21 +170,16 @@ def _dtype_is_trainable(config: Config) -> Findings:
         yield "model.dtype", "float16 needs loss scaling, which is not available; use bfloat16"
 
 
-@rule("model.model_config.sliding_window_size", SEQUENCE, STAGE_SEQUENCES)
-def _windows_cover_sequences(config: Config) -> Findings:
-    if breach := window_breach(config.model.model_config, max(config.stage_sequence_lengths)):
-        yield "model.model_config.sliding_window_size", f"{breach}; leave it out, or shorten the sequences"
-
-
-def window_breach(model: ModelConfig, longest: int) -> str:
-    """Say what is wrong when the model's sliding window would cut attention in a sequence; empty when it would not.
-
-    Whoever runs a model over a sequence asks this, for windows are not applied anywhere.
-    """
-    window = model.sliding_window_size
-    if window is None or longest <= window:
-        return ""
-    return f"{window} is shorter than the longest sequence, {longest}, and attention always sees the whole sequence"
+@rule("model.model_config.sliding_window_size", WINDOW_LAYERS, LAYERS)
+def _windows_belong_to_layers(config: Config) -> Findings:
+    model = config.model.model_config
+    chosen, layers = model.sliding_window_layers, model.num_hidden_layers
+    if chosen is None:
+        return
+    if model.sliding_window_size is None:
+        yield WINDOW_LAYERS, f"{chosen} have a window, but there is none; set sliding_window_size too, or leave it out"
+    if beyond := [layer for layer in chosen if layer >= layers]:
+        yield WINDOW_LAYERS, f"{beyond} are beyond {LAYERS}={layers}; use layers 0 to {layers - 1}"
 
 
 @rule("model.model_config.rope_scaling")

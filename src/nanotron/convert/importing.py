@@ -146,8 +146,7 @@ def _words(error: ErrorDetails) -> str:
 
 def starter_config(model: ModelConfig, name: str, dtype: str) -> Config:
     """A config that trains the imported model on, all else at its defaults."""
-    limits = (model.max_position_embeddings, model.sliding_window_size)
-    length = min([2048, *(limit for limit in limits if limit is not None)])
+    length = min(2048, model.max_position_embeddings or 2048)
     return Config(
         general=GeneralArgs(project=name or "imported"),
         model=ModelArgs(model_config=model, dtype=str(DTYPES[dtype]).removeprefix("torch.")),  # type: ignore[arg-type]

@@ -14,7 +14,6 @@ from datetime import timedelta
 
 import torch
 
-from nanotron.config.rules import window_breach
 from nanotron.errors import ConfigError
 from nanotron.generate.decode import Decoder
 from nanotron.generate.model import load_model
@@ -188,9 +187,7 @@ def _prepare(request: Request, world: int) -> _Prepared:
             f"tp={tp} · pp={pp} makes {tp * pp} ranks, but {world} were started; start {tp * pp}, "
             "or give other --tp and --pp"
         )
-    prepared = _Prepared(replace(source, config=config), prompts, [source.encode(prompt) for prompt in prompts])
-    _refuse_beyond_window(request, prepared)
-    return prepared
+    return _Prepared(replace(source, config=config), prompts, [source.encode(prompt) for prompt in prompts])
 
 
 def _run(request: Request, place: Place, peers: Peers) -> None:
@@ -220,16 +217,6 @@ def _run(request: Request, place: Place, peers: Peers) -> None:
                 print(piece, end="", flush=True)
         else:
             deque(steps, maxlen=0)
-
-
-def _refuse_beyond_window(request: Request, prepared: _Prepared) -> None:
-    model, prompt = prepared.source.config.model.model_config, max(map(len, prepared.ids))
-    longest = prompt + request.max_new_tokens - 1  # the last token made is not looked at again
-    if breach := window_breach(model, longest):
-        assert model.sliding_window_size is not None
-        most = model.sliding_window_size - prompt + 1
-        fix = f"use --max-new-tokens {most} or less" if most > 0 else "shorten the prompt"
-        raise ConfigError(f"model.model_config.sliding_window_size: {breach}; {fix}")
 
 
 def _notes_on_length(request: Request, prepared: _Prepared) -> Iterator[str]:

@@ -118,7 +118,15 @@ class DecoderChunk(nn.Module):
         kinds = kinds or dense_layers(config)
         self.embed = make(EMBED) if modules.embed else None
         self.layers = nn.ModuleList(
-            Block(config, make, f"layers.{i}", self.tp, options.fuse, attend, self.mlps[kinds[i]])
+            Block(
+                config,
+                make,
+                f"layers.{i}",
+                self.tp,
+                options.fuse,
+                partial(attend, window=config.window_of(i)),
+                self.mlps[kinds[i]],
+            )
             for i in modules.layers
         )
         self.norm = make(FINAL_NORM) if modules.head else None

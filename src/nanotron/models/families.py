@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nanotron.config.model import LlamaConfig, MistralConfig, ModelConfig, Qwen2Config, Qwen3Config
 from nanotron.models.family import Family, HuggingFace
-from nanotron.models.flops import head_flops
+from nanotron.models.flops import attention_flops, head_flops
 
 _WINDOW = {"sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, **_WINDOW, "max_window_layers": 28}
@@ -33,12 +33,22 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[family_name(config)]
 
 
+def layer_kinds(config: ModelConfig) -> list[tuple[str, int | None]]:
+    """The kind of each layer and its window; layers that share both have equal parameters, memory and FLOPs."""
+    return [(kind, config.window_of(layer)) for layer, kind in enumerate(family_of(config).layer_kinds(config))]
+
+
 def layer_costs(config: ModelConfig, sequence_length: int) -> list[int]:
     """FLOPs of each layer's forward over one sequence."""
-    family = family_of(config)
-    kinds = family.layer_kinds(config)
-    flops = {kind: family.layer_flops(config, kind, sequence_length) for kind in set(kinds)}
-    return [flops[kind] for kind in kinds]
+    kinds, family = layer_kinds(config), family_of(config)
+
+    def flops(kind: str, window: int | None) -> int:
+        out_of_sight = max(0, sequence_length - window) if window else 0  # keys of each query
+        full = family.layer_flops(config, kind, sequence_length)
+        return full - attention_flops(config, sequence_length, out_of_sight)
+
+    costs = {kind: flops(*kind) for kind in set(kinds)}
+    return [costs[kind] for kind in kinds]
 
 
 def flops_per_step(config: ModelConfig, *, num_samples: int, sequence_length: int) -> int:

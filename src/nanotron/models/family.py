@@ -44,8 +44,8 @@ class Family:
     specs: Callable[..., dict[str, ParamSpec]] = decoder_specs
     """(config, *, std, scaling_method, sequence_parallel) -> every parameter by global name, in the model's order."""
     layer_kinds: Callable[[ModelConfig], Sequence[str]] = dense_layers
-    """The kind of each layer; layers of one kind have equal parameters, memory and FLOPs."""
+    """The kind of each layer; layers of one kind, under one window, have equal parameters, memory and FLOPs."""
     layer_flops: Callable[[ModelConfig, str, int], int] = decoder_layer_flops
-    """(config, kind, tokens) -> FLOPs of a layer's forward over one sequence."""
+    """(config, kind, tokens) -> FLOPs of a layer's forward over one sequence, without a window."""
     chunk: Callable[[], type[DecoderChunk]] = decoder_chunk
     """The class of its pipeline chunks; a function, since torch is imported only where a model is built."""

@@ -1,7 +1,8 @@
 """How many floating-point operations the parts of a decoder need.
 
-Forward once, backward twice that. Attention is counted at full S² (a causal kernel may do half of it), recomputation is
-not counted: these are *model* FLOPs, the numerator of MFU (arXiv 2204.02311, appendix B, with attention at full S²).
+Forward once, backward twice that. Attention is counted at full S² (a causal kernel may do half of it), and at S·W in a
+layer with a window of W < S tokens; recomputation is not counted: these are *model* FLOPs, the numerator of MFU (arXiv
+2204.02311, appendix B, with attention at full S²).
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ if TYPE_CHECKING:
 
 
 def decoder_layer_flops(model: ModelConfig, kind: str, sequence_length: int) -> int:
-    """FLOPs of a dense decoder layer's forward over one sequence; the only ``kind`` there is.
+    """FLOPs of a dense decoder layer's forward over one sequence, without a window; the only ``kind`` there is.
 
     Letters: s sequence, d hidden, h heads, k key/value heads, e head size, f feed-forward.
     """
     s, d, f = sequence_length, model.hidden_size, model.intermediate_size
     h, k, e = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     projections = 2 * s * d * (h + 2 * k) * e + 2 * s * h * e * d  # q, k, v; then out
-    attention = 2 * (2 * h * s * s * e)  # scores, then the weighted sum of values
     feed_forward = 6 * s * d * f  # gate, up, down
-    return projections + attention + feed_forward
+    return projections + attention_flops(model, s, s) + feed_forward
+
+
+def attention_flops(model: ModelConfig, queries: int, keys: int) -> int:
+    """FLOPs of queries with as many keys each: scores, then the weighted sum of values."""
+    return 2 * (2 * model.num_attention_heads * queries * keys * model.head_dim)
 
 
 def head_flops(model: ModelConfig, sequence_length: int) -> int:

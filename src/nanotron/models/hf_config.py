@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanotron.errors import ConfigError
@@ -29,7 +29,9 @@ SAME = (  # keys that both sides call the same
 )
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """What a config.json of any family may leave out, where it is not our default too."""
-SLIDING = "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
+MOST_LAYERS = 100_000
+"""Whose numbers are listed where only some have a window; no file has the weights of so many."""
 
 
 def model_config_from_hf(theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,32 +47,42 @@ def model_config_from_hf(theirs: Mapping[str, Any]) -> dict[str, Any]:
     problems = [] if values.get("hidden_act") in (None, "silu") else [f"hidden_act={values['hidden_act']!r}"]
     problems += ["mlp_bias=true"] if values.get("mlp_bias") else []
     rope, unknown = _rope_from_hf(values)
-    window, partial = _window_from_hf(family, values)
-    problems += [*unknown, *partial]
+    window, odd = _window_from_hf(family, values)
+    problems += [*unknown, *odd]
     if problems:
         raise ConfigError([f"config.json: {problem} is not available here" for problem in problems])
     same = {key: values[key] for key in SAME if values.get(key) is not None}
-    ours = {f"is_{family}_config": True, **same, **rope, "sliding_window_size": window}
+    ours = {f"is_{family}_config": True, **same, **rope, **window}
     if len(facts.attention_bias) > 1:
         ours["attention_bias"] = bool(values.get("attention_bias", False))
     ours |= {name: values.get(name) for name in ("bos_token_id", "eos_token_id")}  # absent is none, not our default
     return ours
 
 
-def _window_from_hf(family: str, values: Mapping[str, Any]) -> tuple[int | None, list[str]]:
-    """The window that all layers have, None for none; and what is wrong where only some have one.
+def _window_from_hf(family: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Our keys for the window and the layers that have it, and what is wrong.
 
-    Mistral's layers all have it, Qwen's from ``max_window_layers`` on, or those that ``layer_types`` names.
+    Mistral's layers all have it, Llama's none, Qwen's those that ``layer_types`` names, or from ``max_window_layers``
+    on.
     """
-    used = family == "mistral" or (family != "llama" and values.get("use_sliding_window"))
+    chooses = family not in {"llama", "mistral"}
+    used = family == "mistral" or (chooses and values.get("use_sliding_window"))
     window = values.get("sliding_window") if used else None
     layers = values.get("num_hidden_layers") or 0
-    first = 0 if family == "mistral" else values.get("max_window_layers") or 0
-    kinds = values.get("layer_types")
-    sliding = kinds.count(SLIDING) if kinds else max(0, layers - first) if window else 0
-    if sliding and (window is None or sliding < layers):
-        return None, [f"a sliding window ({window}) in {sliding} of {layers} layers"]
-    return (window if sliding else None), []
+    first = min(layers, values.get("max_window_layers") or 0) if chooses else 0
+    sliding: Sequence[int] = range(first, layers) if window else ()
+    if kinds := values.get("layer_types"):
+        if len(kinds) != layers or set(kinds) - {FULL, SLIDING}:
+            return {}, [f"layer_types with {len(kinds)} kinds, of {', '.join(sorted(set(kinds)))}, in {layers} layers"]
+        named = [layer for layer, kind in enumerate(kinds) if kind == SLIDING]
+        if (named and not window) or (named != list(sliding) and not chooses):
+            return {}, [f"a sliding window ({window}) in {len(named)} of {layers} layers, by layer_types,"]
+        sliding = named
+    if len(sliding) in (0, layers):
+        return {"sliding_window_size": window if sliding else None}, []
+    if len(sliding) > MOST_LAYERS:
+        return {}, [f"a sliding window in {len(sliding)} layers"]
+    return {"sliding_window_size": window, "sliding_window_layers": list(sliding)}, []
 
 
 def _rope_from_hf(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -103,20 +115,28 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     theirs["rope_scaling"] = _rope_scaling(config.rope_scaling)
     if len(facts.attention_bias) > 1:
         theirs["attention_bias"] = config.qkv_bias
-    return theirs | _window_to_hf(family, config.sliding_window_size)
+    return theirs | _window_to_hf(family, config)
 
 
-def _window_to_hf(family: str, window: int | None) -> dict[str, Any]:
-    if family == "mistral":
+def _window_to_hf(family: str, config: ModelConfig) -> dict[str, Any]:
+    layers, window = config.num_hidden_layers, config.sliding_window_size
+    sliding = [layer for layer in range(layers) if config.window_of(layer) is not None]
+    if family == "mistral" and len(sliding) in (0, layers):
         return {"sliding_window": window}  # null too: left out, it would be 4096
-    if window is None:
+    if not sliding:
         return {}
-    if family == "llama":
+    if family in {"llama", "mistral"}:
+        which = "no window" if family == "llama" else "the window in all layers or in none"
         raise ConfigError(
-            f"model_config.sliding_window_size={window} cannot be exported: Hugging Face's llama has no window; "
-            "leave it out"
+            f"model_config.sliding_window_size={window} in {len(sliding)} of {layers} layers cannot be exported: "
+            f"Hugging Face's {family} has {which}"
         )
-    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "max_window_layers": sliding[0],  # for readers that know no layer_types
+        "layer_types": [SLIDING if layer in sliding else FULL for layer in range(layers)],
+    }
 
 
 def _rope_scaling(scaling: RopeScalingArgs | None) -> dict[str, Any] | None:

@@ -1,9 +1,17 @@
 """The attention core: each token looks at itself and the earlier tokens of its span, such as its document.
 
     b rows   s queries   m keys   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
+    w window: where a layer has one, a token sees the last w keys only, its own among them
 
 Two ways to the same numbers: torch's fused kernels, and, on a CPU, where those are slow, blocks of plain matrix
-products; which of them, the kernels say (ops/kernels.py). Neither keeps anything of size s × s for backward.
+products; which of them, the kernels say (ops/kernels.py). Neither keeps anything of size s × s for backward. Under a
+window either multiplies a piece of the queries with the keys that they reach, so that work goes by s · w:
+
+    key      0 1 2 3 4 5 6 7        s = m = 8, w = 3; the second of two pieces of 4 queries
+    query 4  · · ▪ ▪ ▪ x x x        · never multiplied
+          5  · · x ▪ ▪ ▪ x x        x masked: two triangles, of keys before the window and of later ones
+          6  · · x x ▪ ▪ ▪ x
+          7  · · x x x ▪ ▪ ▪
 """
 
 from __future__ import annotations
@@ -25,79 +33,113 @@ LONG = 768
 """Tokens from which on float32 products are large enough to be made one by one, which oneDNN is best at."""
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, *, kernels: Kernels) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, *, kernels: Kernels, window: int | None = None
+) -> Tensor:
     """Scaled dot-product attention of each token to the keys of its span up to itself (arXiv 1706.03762).
 
     q [b, s, h, e]; k, v [b, m, n, e], h a multiple of n; None for ``spans``: each row is one. Returns [b, s, h, e].
+    ``window``: of those keys, how many of the last are seen; None: all.
     In generation k and v begin with m − s tokens of earlier calls.
     """
     if spans is None:
-        return _attend(q, k, v, kernels)
+        return _attend(q, k, v, window, kernels)
     if len(set(spans)) == 1:  # all rows alike
-        parts = [_attend(q[:, q_lo:q_hi], k[:, lo:hi], v[:, lo:hi], kernels) for q_lo, q_hi, lo, hi in spans[0]]
+        parts = [_attend(q[:, q_lo:q_hi], k[:, lo:hi], v[:, lo:hi], window, kernels) for q_lo, q_hi, lo, hi in spans[0]]
         return torch.cat(parts, dim=1)
     rows = [
-        [_attend(q[i, None, q_lo:q_hi], k[i, None, lo:hi], v[i, None, lo:hi], kernels) for q_lo, q_hi, lo, hi in row]
+        [
+            _attend(q[i, None, q_lo:q_hi], k[i, None, lo:hi], v[i, None, lo:hi], window, kernels)
+            for q_lo, q_hi, lo, hi in row
+        ]
         for i, row in enumerate(spans)
     ]
     return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, kernels: Kernels) -> Tensor:
     """Attention over whole spans: q [b, s, h, e]; k, v [b, m, n, e]; query i sees keys [0, m − s + i] -> [b, s, h, e].
 
-    Blocks are faster than the kernel on a CPU, but for long float32 rows without oneDNN, and for single queries.
+    Of these, the last ``window``. Blocks are faster than the kernel on a CPU, but for single queries, and for long
+    float32 rows without oneDNN: those only without a window, which the kernel would take as a mask.
     """
+    if window is not None:
+        k, v = (x[:, max(0, x.shape[1] - q.shape[1] - window + 1) :] for x in (k, v))  # what the first query reaches
+        window = window if window < k.shape[1] else None
     s, m = q.shape[1], k.shape[1]
-    long_float32 = kernels == "cpu" and q.dtype == torch.float32 and s >= LONG
+    if kernels == "accelerator" and window is not None:
+        return _fused_pieces(q, k, v, window)
+    long_float32 = kernels == "cpu" and q.dtype == torch.float32 and s >= LONG and window is None
     if s == 1 or kernels == "accelerator" or (long_float32 and s == m):
         return _fused(q, k, v)
-    attended: Tensor = _BlockCausal.apply(q, k, v, kernels)  # type: ignore[no-untyped-call]
+    attended: Tensor = _BlockCausal.apply(q, k, v, window, kernels)  # type: ignore[no-untyped-call]
     return attended
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The same by torch's own choice of kernel."""
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The same by torch's own choice of kernel; ``mask`` [s, m] is added to the scores, instead of the causal one."""
     s, m, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
-    bias = None
-    if 1 < s < m:
+    bias, causal = mask, mask is None and 1 < s == m
+    if mask is None and 1 < s < m:
         from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: seconds, on every rank
 
         bias = causal_lower_right(s, m)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
-    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=1 < s == m, enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+
+def _fused_pieces(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """The same under a window, piece of queries by piece, all by parts of one mask: its size goes by the window.
+
+    A piece takes one key more than it sees, for kernels like sizes that are even.
+    """
+    s, m = q.shape[1], k.shape[1]
+    size = min(s, max(256, min(window, 1024)))
+    hidden = torch.full((size, size + window), -torch.inf, dtype=q.dtype, device=q.device)
+    mask = hidden.tril() + hidden.triu(window + 1)  # query i of a piece sees its keys i + 1 to i + window
+    parts = []
+    for lo in range(0, s, size):
+        queries = min(size, s - lo)
+        last = m - s + lo + queries
+        first = max(0, last - queries - window)
+        part = mask[:queries, queries + window - (last - first) : queries + window]
+        parts.append(_fused(q[:, lo : lo + queries], k[:, first:last], v[:, first:last], part))
+    return torch.cat(parts, dim=1)
 
 
 class _BlockCausal(Function):
     """Causal attention by blocks of queries: tokens [lo, hi) multiply with keys [0, m − s + hi) only.
+
+    Under a window, with those from m − s + lo − window + 1 on.
 
     The g query heads of a key/value head are one matrix, token by token, and a block is a slice of it. Backward
     computes each block's probabilities again.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernels: Kernels) -> Tensor:
-        ctx.scale, ctx.q_shape, ctx.kv_shape, ctx.kernels = q.shape[-1] ** -0.5, q.shape, k.shape, kernels
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, kernels: Kernels) -> Tensor:
+        ctx.scale, ctx.q_shape, ctx.kv_shape = q.shape[-1] ** -0.5, q.shape, k.shape
+        ctx.window, ctx.kernels = window, kernels
         q = _heads_first(q, k.shape[2], ctx.scale)  # [b, s, h, e] -> [b·n, s·g, e]
         k, v = (_heads_first(x, x.shape[2]) for x in (k, v))  # [b, m, n, e] -> [b·n, m, e]
         out = torch.empty_like(q)
         for q_, k_, v_, out_ in _parts(q, k, v, out):
-            for size, rows, keys in _blocks(q_, k_, ctx.q_shape[1]):
-                probabilities = _probabilities(q_[:, rows], k_[:, keys], size, kernels)  # [.., rows, keys]
+            for size, rows, keys in _blocks(q_, k_, ctx.q_shape[1], window):
+                probabilities = _probabilities(q_[:, rows], k_[:, keys], size, window, kernels)  # [.., rows, keys]
                 out_[:, rows] = _times(probabilities, v_[:, keys], kernels)
         ctx.save_for_backward(q, k, v)
         return _tokens_first(out, ctx.q_shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        (q, k, v), kernels = ctx.saved_tensors, ctx.kernels
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v), window, kernels = ctx.saved_tensors, ctx.window, ctx.kernels
         grad = _heads_first(grad, ctx.kv_shape[2])
         precision = torch.promote_types(k.dtype, torch.float32)
         q_grad = torch.empty_like(q)
         k_grad, v_grad = (torch.zeros_like(x, dtype=precision) for x in (k, v))  # sums over blocks
         for q_, k_, v_, grad_, q_grad_, k_grad_, v_grad_ in _parts(q, k, v, grad, q_grad, k_grad, v_grad):
-            for size, rows, keys in _blocks(q_, k_, ctx.q_shape[1]):
-                probabilities = _probabilities(q_[:, rows], k_[:, keys], size, kernels)
+            for size, rows, keys in _blocks(q_, k_, ctx.q_shape[1], window):
+                probabilities = _probabilities(q_[:, rows], k_[:, keys], size, window, kernels)
                 _add_times(v_grad_[:, keys], probabilities, grad_[:, rows], kernels)
                 seen = _times(grad_[:, rows], v_[:, keys].transpose(1, 2), kernels)
                 scores_grad = torch._softmax_backward_data(seen, probabilities, -1, seen.dtype)
@@ -108,6 +150,7 @@ class _BlockCausal(Function):
             _tokens_first(k_grad.to(k.dtype), ctx.kv_shape),
             _tokens_first(v_grad.to(v.dtype), ctx.kv_shape),
             None,
+            None,
         )
 
 
@@ -117,13 +160,14 @@ def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(torch.split(x, 1) if alone else [x] for x in tensors), strict=True)
 
 
-def _blocks(q: Tensor, k: Tensor, s: int) -> Iterator[tuple[int, slice, slice]]:
+def _blocks(q: Tensor, k: Tensor, s: int, window: int | None) -> Iterator[tuple[int, slice, slice]]:
     """Tokens of a block, its rows of q [.., s·g, e], and the keys that they see of k [.., m, e]."""
     g, m = q.shape[1] // s, k.shape[1]
     most = 128 if m >= LONG else 32 if q.dtype == torch.float32 else 64  # by measurement
     for lo in range(0, s, most):
         hi = min(lo + most, s)
-        yield hi - lo, slice(lo * g, hi * g), slice(0, m - s + hi)
+        first = 0 if window is None else max(0, m - s + lo - window + 1)
+        yield hi - lo, slice(lo * g, hi * g), slice(first, m - s + hi)
 
 
 def _heads_first(x: Tensor, kv_heads: int, scale: float = 1.0) -> Tensor:
@@ -141,10 +185,15 @@ def _tokens_first(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
     return x.view(b, x.shape[0] // b, s, -1, e).transpose(1, 2).reshape(shape)
 
 
-def _probabilities(q: Tensor, k: Tensor, size: int, kernels: Kernels) -> Tensor:
+def _probabilities(q: Tensor, k: Tensor, size: int, window: int | None, kernels: Kernels) -> Tensor:
     """Softmax of a block's scores: q [.., size·g, e], k [.., m, e], of which it is the last -> [.., size·g, m]."""
+    g, m = q.shape[1] // size, k.shape[1]
+    later, earlier = _triangles(size, g, q.dtype)
     scores = _times(q, k.transpose(1, 2), kernels)
-    scores[..., -size:].add_(_later(size, q.shape[1] // size, scores.dtype))
+    scores[..., -size:].add_(later)
+    clear = size if window is None else size + window - 1 - m  # how many of the queries reach back to the first key
+    if (cut := size - clear) > 1:
+        scores[:, clear * g :, :cut].add_(earlier[: cut * g, :cut])
     return scores.softmax(-1)
 
 
@@ -164,6 +213,7 @@ def _add_times(total: Tensor, left: Tensor, right: Tensor, kernels: Kernels) -> 
 
 
 @lru_cache(maxsize=8)
-def _later(size: int, queries: int, dtype: torch.dtype) -> Tensor:
-    """−∞ where a key is later than the query, else 0, for blocks of ``size`` tokens: [size·queries, size]."""
-    return torch.full((size, size), -torch.inf, dtype=dtype).triu_(1).repeat_interleave(queries, 0)
+def _triangles(size: int, queries: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """−∞ where a key is later than the query, or earlier, else 0, for ``size`` tokens: 2 × [size·queries, size]."""
+    hidden = torch.full((size, size), -torch.inf, dtype=dtype)
+    return hidden.triu(1).repeat_interleave(queries, 0), hidden.tril(-1).repeat_interleave(queries, 0)

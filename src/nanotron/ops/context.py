@@ -11,7 +11,8 @@ is equal work for all; elsewhere in the model a token needs no other. Two ways t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,21 +29,29 @@ ContextMode = Literal["ALL_GATHER", "ALL_TO_ALL"]
 
 
 def context_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, mesh: Mesh, mode: ContextMode, kernels: Kernels
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans | None,
+    mesh: Mesh,
+    *,
+    mode: ContextMode,
+    kernels: Kernels,
+    window: int | None = None,
 ) -> Tensor:
     """``causal_attention`` of rows cut over cp: q [b, s/c, h, e]; k, v [b, s/c, n, e] -> [b, s/c, h, e].
 
     ``spans``: queries count in this rank's tokens and keys in the whole row's (ALL_GATHER), or both in the whole row's.
     """
+    attend = partial(causal_attention, spans=spans, kernels=kernels, window=window)
     if mesh.size("cp") == 1:
-        return causal_attention(q, k, v, spans, kernels=kernels)
+        return attend(q, k, v)
     if mode == "ALL_GATHER":
-        attended: Tensor = _GatheredAttention.apply(q, k, v, spans, mesh, kernels)  # type: ignore[no-untyped-call]
+        attended: Tensor = _GatheredAttention.apply(q, k, v, mesh, attend)  # type: ignore[no-untyped-call]
         return attended
     ranks = mesh.size("cp")
     q, k, v = (in_order(exchange(x, mesh, "cp", split=2, join=1), ranks) for x in (q, k, v))  # [b, s, h/c, e]
-    attended = causal_attention(q, k, v, spans, kernels=kernels)
-    return exchange(by_rank(attended, ranks), mesh, "cp", split=1, join=2)  # [b, s, h/c, e] -> [b, s/c, h, e]
+    return exchange(by_rank(attend(q, k, v), ranks), mesh, "cp", split=1, join=2)  # [b, s, h/c, e] -> [b, s/c, h, e]
 
 
 class _GatheredAttention(Function):
@@ -52,22 +61,21 @@ class _GatheredAttention(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, mesh: Mesh, kernels: Kernels) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, attend: Callable[..., Tensor]) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.spans, ctx.mesh, ctx.kernels = spans, mesh, kernels
-        keys, values = _gathered(k, v, mesh)
-        return causal_attention(q, keys, values, spans, kernels=kernels)
+        ctx.mesh, ctx.attend = mesh, attend
+        return attend(q, *_gathered(k, v, mesh))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         q, k, v = (x.detach().requires_grad_() for x in (q, *_gathered(k, v, ctx.mesh)))
         with torch.enable_grad():
-            attended = causal_attention(q, k, v, ctx.spans, kernels=ctx.kernels)
+            attended = ctx.attend(q, k, v)
         q_grad, *whole = torch.autograd.grad(attended, (q, k, v), grad)
         parts = by_rank(torch.stack(whole), ctx.mesh.size("cp"), dim=2)  # [2, b, s, n, e]
         k_grad, v_grad = reduce_scatter(parts, ctx.mesh.group("cp"), dim=2).unbind()
-        return q_grad, k_grad, v_grad, None, None, None
+        return q_grad, k_grad, v_grad, None, None
 
 
 def _gathered(k: Tensor, v: Tensor, mesh: Mesh) -> Sequence[Tensor]:

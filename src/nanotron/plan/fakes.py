@@ -61,9 +61,9 @@ def counting() -> Iterator[Counting]:
     Their device is "cpu", also where kernels are an accelerator's: "meta" would take the attention path that keeps
     s × s scores, and a fake "cuda" needs a build for it.
     """
-    attention._later.cache_clear()  # no real tensor may be met inside, and no fake one afterwards
+    attention._triangles.cache_clear()  # no real tensor may be met inside, and no fake one afterwards
     with ExitStack() as stack:
-        stack.callback(attention._later.cache_clear)
+        stack.callback(attention._triangles.cache_clear)
         stack.enter_context(FakeTensorMode())
         yield stack.enter_context(Counting())
 

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from nanotron.batch import Batch
 from nanotron.data.context import ContextCut
 from nanotron.models.decoder import ChunkOptions, DecoderChunk
-from nanotron.models.families import family_of
+from nanotron.models.families import layer_kinds
 from nanotron.models.specs import StageModules, loss_names
 from nanotron.ops.fused import as_written
 from nanotron.ops.kernels import Kernels
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from nanotron.config import Config
 
 FEW = 2
+Kind = tuple[str, "int | None"]
+"""What decides a layer's cost: its kind and its window."""
 Counts = TypeVar("Counts", "ChunkCounts", "StateCounts")
 
 
@@ -97,7 +99,7 @@ class Measurements:
         counts = Counter(_kinds(config, modules))
         few = Counter({kind: min(count, FEW) for kind, count in counts.items()})
 
-        def measure(layers: Counter[str]) -> ChunkCounts:
+        def measure(layers: Counter[Kind]) -> ChunkCounts:
             return self._chunk(config, _last(config, modules, layers))
 
         low = found = measure(few)
@@ -114,7 +116,7 @@ class Measurements:
         counts = [Counter(_kinds(config, modules)) for modules in stages]
         few = [Counter(dict.fromkeys(count, 1)) for count in counts]
 
-        def measure(layers: Sequence[Counter[str]]) -> StateCounts:
+        def measure(layers: Sequence[Counter[Kind]]) -> StateCounts:
             chunks = [_last(config, modules, count) for modules, count in zip(stages, layers, strict=True)]
             return self._state(config, rank, chunks)
 
@@ -155,14 +157,13 @@ class Measurements:
         return self._states[key]
 
 
-def _kinds(config: Config, modules: StageModules) -> tuple[str, ...]:
+def _kinds(config: Config, modules: StageModules) -> tuple[Kind, ...]:
     """The kinds of a chunk's layers, in their order."""
-    model = config.model.model_config
-    kinds = family_of(model).layer_kinds(model)
+    kinds = layer_kinds(config.model.model_config)
     return tuple(kinds[layer] for layer in modules.layers)
 
 
-def _last(config: Config, modules: StageModules, counts: Counter[str]) -> StageModules:
+def _last(config: Config, modules: StageModules, counts: Counter[Kind]) -> StageModules:
     """The chunk with so many of its layers of each kind: its last ones, for backward begins where most is kept."""
     kinds = _kinds(config, modules)
     by_kind = {
@@ -171,8 +172,8 @@ def _last(config: Config, modules: StageModules, counts: Counter[str]) -> StageM
     return modules._replace(layers=sorted(layer for kind, count in counts.items() for layer in by_kind[kind][-count:]))
 
 
-def _sum(counts: Sequence[Counter[str]]) -> Counter[str]:
-    return sum(counts, Counter[str]())
+def _sum(counts: Sequence[Counter[Kind]]) -> Counter[Kind]:
+    return sum(counts, Counter[Kind]())
 
 
 def extended(found: Counts, few: Counts, one_more: Counts, layers: int) -> Counts:

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
-from nanotron.models.families import family_of, layer_costs
+from nanotron.models.families import layer_costs, layer_kinds
 from nanotron.models.flops import head_flops
 from nanotron.models.specs import StageModules
 from nanotron.pipeline.timeline import StageCost
@@ -63,7 +63,7 @@ def profiled_costs(config: Config) -> StageCost:
     from nanotron.launch.place import num_cores
 
     model, share = config.model.model_config, 1 / config.parallelism.tp
-    kinds = family_of(model).layer_kinds(model)
+    kinds = layer_kinds(model)
     threads = torch.get_num_threads()
     torch.set_num_threads(config.general.threads_per_rank or max(1, num_cores() // config.parallelism.world_size))
     middle = {kind: _measure(config, StageModules([kinds.index(kind)], embed=False, head=False)) for kind in set(kinds)}

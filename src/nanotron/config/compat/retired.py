@@ -141,7 +141,7 @@ MODEL_CONFIG = {
     "_use_qkv_packed": _KERNELS,
     "log_attn_probs": no_effect("attention probabilities are not kept"),
     "flex_attention_mask": refused(
-        "use _use_doc_masking: true for document masks; sliding windows are not available",
+        "use _use_doc_masking: true for document masks, sliding_window_size for windows, and both for both",
     ),
     "no_rope_layer": refused("every layer has rotary positions"),
     "ring_attn_heads_k_stride": no_effect("keys and values of all heads are gathered at once"),
