@@ -20,8 +20,15 @@ from nanotron.data.document_ends import end_token, end_token_of_files
 from nanotron.data.order.stage import Stage, StreamStage
 from nanotron.data.order.windows import IndexedSource, TokenWindows
 from nanotron.data.probe import model_vocab_size
-from nanotron.data.sources.custom import CustomRows, call_function, custom_functions, gives_rows, load_function
-from nanotron.data.sources.documents import HubDataset, open_hub_dataset, text_of
+from nanotron.data.sources.custom import (
+    CustomRows,
+    blamed,
+    call_function,
+    custom_functions,
+    gives_rows,
+    load_function,
+)
+from nanotron.data.sources.documents import HubDataset, encodable, open_hub_dataset, text_of
 from nanotron.data.sources.dummy import DummySource
 from nanotron.data.sources.hub_names import hub_datasets
 from nanotron.data.sources.nanoset import open_nanoset_file
@@ -151,7 +158,9 @@ def _open_custom(
 ) -> IndexedSource | DocumentStream:
     function = load_function(reference)
     data = call_function(reference, function, arguments)
-    if gives_rows(data):
+    with blamed(reference):
+        rows = gives_rows(data)
+    if rows:
         masks = config.model.model_config._use_doc_masking
         eos_id = end_token(config, reference, config.tokenizer.tokenizer_name_or_path) if masks else None
         _tell_end(reference, eos_id)
@@ -164,6 +173,7 @@ def _open_custom(
         sequence_length,
         vocab_size=vocab_size,
         repeat=args.data.repeat,
+        guard=blamed,
     )
 
 
@@ -199,7 +209,7 @@ class TextEncoder:
 
     def __call__(self, text: str) -> list[int]:
         """What `nanotron tokenize` writes for the text."""
-        return self._tokenizer.documents([text])[0]
+        return self._tokenizer.documents([encodable(text)])[0]
 
 
 def _open_folders(

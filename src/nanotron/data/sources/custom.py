@@ -14,7 +14,9 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from inspect import signature
@@ -34,6 +36,21 @@ def custom_functions(dataset: CustomDatasetArgs) -> list[tuple[str, dict[str, An
     return list(zip(dataset.python, arguments, strict=True))
 
 
+@contextmanager
+def blamed(reference: str, where: str = "") -> Iterator[None]:
+    """Tell of what a user's code raises as of a mistake in it: what was asked of it, the error, file and line."""
+    try:
+        yield
+    except (ConfigError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"python: {reference}{where} raises {type(error).__name__}: {error} ({frame.filename}, line "
+            f"{frame.lineno}, in {frame.name}); correct the code"
+        ) from error
+
+
 def load_function(reference: str) -> Callable[..., Any]:
     """The function that `file.py:function` or `package.module:function` names."""
     place, separator, name = reference.rpartition(":")
@@ -46,10 +63,12 @@ def load_function(reference: str) -> Callable[..., Any]:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        with blamed(reference):
+            spec.loader.exec_module(module)
     else:
         try:
-            module = importlib.import_module(place)
+            with blamed(reference):
+                module = importlib.import_module(place)
         except ModuleNotFoundError as error:
             raise ConfigError(f"python: {reference!r} cannot be imported: {error}") from None
     function = getattr(module, name, None)
@@ -66,7 +85,8 @@ def call_function(reference: str, function: Callable[..., Any], arguments: Mappi
         raise ConfigError(f"python: {reference} {error}; dataset.arguments gives it {dict(arguments)}") from None
     except ValueError:
         pass  # written in C, without a signature: the call itself tells
-    data = function(**arguments)
+    with blamed(reference):
+        data = function(**arguments)
     if isinstance(data, str | bytes | Mapping) or not (isinstance(data, Iterable) or _is_indexed(data)):
         raise ConfigError(
             f"python: {reference} returns {type(data).__name__}; an iterable of documents, or an object with __len__ "
@@ -176,7 +196,9 @@ class CustomRows:
         """Row number `index`, checked for its length and its token ids."""
         where, length = f"{self.name}: row {index}", self._sequence_length + 1
         needed = f"a sequence of sequence_length + 1 = {length} token ids"
-        tokens = token_array(self._rows[index], where, self._vocab_size, needed=needed)
+        with blamed(self.name, f": row {index}"):
+            row = self._rows[index]
+        tokens = token_array(row, where, self._vocab_size, needed=needed)
         if tokens.shape != (length,):
             raise ConfigError(
                 f"{where} has {len(tokens)} token ids; sequence_length + 1 = {length} are needed. To give documents of "

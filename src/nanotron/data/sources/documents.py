@@ -10,6 +10,7 @@ import glob
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 ROWS_PER_PIECE = 10_000
 CHUNK = 2**20
 CHOOSE_COLUMN = "choose with --column, in a config with text_column_name"
+HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
 
 
@@ -42,6 +44,8 @@ class Text(NamedTuple):
     size: int
     place: int | None
     """The byte where its line begins, or its row; None: it is all that the file holds, if anything."""
+    is_mended: bool = False
+    """Whether it held halves of characters' codes, which are U+FFFD now."""
 
 
 class HubDataset(NamedTuple):
@@ -132,7 +136,9 @@ def _open_parquet(path: str) -> Any:
         raise ConfigError("reading parquet needs pyarrow: pip install pyarrow") from None
     try:
         return parquet.ParquetFile(path)
-    except ArrowInvalid as error:
+    except (ArrowInvalid, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise  # the disk's
         raise ConfigError(f"{path} is not a complete parquet file: {error}") from None
 
 
@@ -169,7 +175,18 @@ def read_texts(piece: Piece, column: str, hub: HubDataset) -> Iterator[Text]:
     """The texts of a piece, those without a character too."""
     readers = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}
     reader = readers.get(piece.kind)
-    return reader(piece, column) if reader else _read_hub(piece, column, hub)
+    for text in reader(piece, column) if reader else _read_hub(piece, column, hub):
+        whole = encodable(text.text)
+        yield text if whole is text.text else text._replace(text=whole, is_mended=True)
+
+
+def encodable(text: str) -> str:
+    """The text itself, or one with U+FFFD for each half of a character's code, as scraped JSON has them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return HALF_CHARACTER.sub("\ufffd", text)
+    return text
 
 
 def place_of(piece: Piece, place: int | None) -> str:
@@ -216,7 +233,7 @@ def _read_lines(piece: Piece, column: str) -> Iterator[Text]:
 def _parse(line: bytes, piece: Piece, offset: int, column: str) -> str:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place_of(piece, offset)} is not JSON: {error}") from None
     if isinstance(row, dict) and isinstance(text := row.get(column), str):
         return text
@@ -247,7 +264,14 @@ def _read_parquet(piece: Piece, column: str) -> Iterator[Text]:
     row, rows = sum(sizes[: piece.start]), sum(sizes[piece.start :])
     if rows == 0:
         yield Text("", piece.size, None)
-    for batch in file.iter_batches(batch_size=1000, row_groups=list(range(piece.start, piece.stop)), columns=[column]):
+    batches = file.iter_batches(batch_size=1000, row_groups=list(range(piece.start, piece.stop)), columns=[column])
+    while True:
+        try:
+            batch = next(batches, None)
+        except (ValueError, OSError) as error:  # Arrow raises either for a damaged page
+            raise ConfigError(f"{piece.path}: row {row} or one soon after is damaged: {error}") from None
+        if batch is None:
+            return
         for text in batch.column(0).to_pylist():
             if not isinstance(text, str | None):
                 raise ConfigError(f"{piece.path}: row {row}: column {column!r} holds {type(text).__name__}, not text")

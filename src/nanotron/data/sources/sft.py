@@ -98,6 +98,9 @@ def _encode(batch: Sequence[Example], tokenizer: TextTokenizer) -> list[_Encoded
 
 def _example(row: Mapping[str, Any], template: ChatTemplate, special: re.Pattern[str] | None, where: str) -> Example:
     if row.get("messages") is not None:
+        turns = row["messages"]
+        if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+            raise ConfigError(f"{where}: 'messages' is not a list of mappings with 'role' and 'content'")
         try:
             _refuse_special_tokens(row["messages"], special)
             return Example(*template.render(row["messages"]), is_rendered=True)

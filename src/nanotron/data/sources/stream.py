@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,8 @@ from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 
 logger = get_logger(__name__)
+
+_END = object()
 
 Tokens = npt.NDArray[np.int64]
 
@@ -88,8 +91,11 @@ class DocumentStream:
         *,
         vocab_size: int,
         repeat: bool = True,
+        guard: Callable[[str, str], AbstractContextManager[None]] = lambda *_: nullcontext(),
     ) -> None:
+        """`guard`, given the stream's name and a place in it, is around what reads the documents."""
         self.name = name
+        self._guard = guard
         self._open_documents = open_documents
         self._encode = encode
         self._sequence_length = sequence_length
@@ -108,7 +114,8 @@ class DocumentStream:
         self._epoch_is_empty = True
 
     def _open(self, state: dict[str, Any] | None = None) -> None:
-        documents = self._open_documents()
+        with self._guard(self.name, ""):
+            documents = self._open_documents()
         self._documents = documents if hasattr(documents, "state_dict") else CountedDocuments(documents)
         self._epoch_is_empty = state is None
         if state is not None:
@@ -137,9 +144,9 @@ class DocumentStream:
         if self._documents is None:
             self._open()
         state = self._before_next_document()
-        try:
-            document = next(self._iterator)
-        except StopIteration:
+        with self._guard(self.name, f": document {self._number}"):
+            document = next(self._iterator, _END)
+        if document is _END:
             self._end_epoch()
             return
         self._loaded = None

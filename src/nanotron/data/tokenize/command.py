@@ -51,8 +51,8 @@ def run_tokenize(
     shards = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
     shortfall = _shortfall(output, train_bpe)
     print(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}{shortfall}")
-    if summary.left_out:
-        print(f"{output}: {summary.left_out}")
+    for line in filter(None, (summary.left_out, summary.mended)):
+        print(f"{output}: {line}")
 
 
 def _shortfall(output: str, train_bpe: int | None) -> str:

@@ -89,6 +89,16 @@ class Summary:
     first_empty: str | None
     """The file of the first of them, and its line or row."""
 
+    mended_documents: int
+    """Documents that held halves of characters' codes, which are U+FFFD now."""
+
+    @property
+    def mended(self) -> str | None:
+        """A line for the user about the documents that were changed, if any were."""
+        count = human_format(self.mended_documents)
+        what = "half a character's code (a lone surrogate), which is U+FFFD now"
+        return f"documents with {what}: {count}" if self.mended_documents else None
+
     @property
     def left_out(self) -> str | None:
         """A line for the user about the documents that were left out, if any were."""
@@ -152,7 +162,8 @@ def _summarize(shards: Sequence[_Shard], resumed: int) -> Summary:
         for shard, report in zip(shards, reports, strict=True)
         if report["empty"]
     )
-    return Summary(documents, tokens, len(shards), resumed, empty, next(firsts, None))
+    mended = sum(report.get("mended", 0) for report in reports)
+    return Summary(documents, tokens, len(shards), resumed, empty, next(firsts, None), mended)
 
 
 def _group(pieces: Sequence[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
@@ -296,11 +307,13 @@ def _write_shard(shard: _Shard, path: str, counters: SynchronizedArray[int]) -> 
     tokenizer = tokenizer if shard.append_eos else replace(tokenizer, end=None)
     token_bytes = token_bytes_for(vocab_size(tokenizer.tokenizer))
     empty: list[_Read] = []
+    mended = 0
     with NanosetWriter(path, tokenizer=shard.tokenizer_name, token_bytes=token_bytes) as writer:
         for batch in _batches(shard):
             before = writer.num_tokens
             documents = tokenizer.documents([read.text.text for read in batch])
             empty += [read for read, document in zip(batch, documents, strict=True) if not document]
+            mended += sum(read.text.is_mended for read in batch)
             documents = [document for document in documents if document]
             writer.write(documents)
             size = sum(read.text.size for read in batch)
@@ -311,6 +324,7 @@ def _write_shard(shard: _Shard, path: str, counters: SynchronizedArray[int]) -> 
         "tokens": writer.num_tokens,
         "empty": len(empty),
         "first_empty": first,
+        "mended": mended,
     }
 
 
