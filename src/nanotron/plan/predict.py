@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs per second and device, as a share of the dense peak; attention counted at full S²."""
+        """Model FLOPs (models/flops.py) per second and device, as a share of the dense peak."""
         world = self.config.parallelism.world_size
         return self.model_flops / self.step_seconds / world / self.cluster.peak_flops(self.config)
 

@@ -129,11 +129,12 @@ def _time(plan: Plan) -> list[str]:
     tokens = config.global_batch_size_in_tokens * config.tokens.train_steps
     run_seconds = plan.step_seconds * config.tokens.train_steps
     hours = run_seconds / 3600 * config.parallelism.world_size
+    windowed = ", at S·W in windows" if config.model.model_config.sliding_window_size else ""
     return [
         f"step        {_seconds(plan.step_seconds)}: pipeline {_seconds(plan.pipeline_seconds)}"
         f" (bubble {plan.bubble:.1%}), communication after it {_seconds(plan.exposed_seconds)},"
         f" update {_seconds(plan.update_seconds)}",
-        f"model FLOPs {human_format(plan.model_flops)} per step, attention at full S²",
+        f"model FLOPs {human_format(plan.model_flops)} per step, attention at full S²{windowed}",
         f"throughput  {human_format(plan.tokens_per_second)} tokens/s, "
         f"{human_format(plan.tokens_per_second / config.parallelism.world_size)} per device, MFU {plan.mfu:.1%}",
         f"whole run   {human_format(tokens)} tokens in {config.tokens.train_steps} steps:"
