@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,24 @@ def test_an_interrupted_preparation_is_not_taken_for_the_corpus(small_corpus, mo
     assert not corpus.is_prepared("data/corpus")
     corpus.prepare_corpus("data/corpus")
     assert corpus.is_prepared("data/corpus")
+
+
+def test_waiting_for_another_process_is_said_with_its_name(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(corpus, "SAY_S", 0.1)
+    path, waiting = f"{tmp_path}/corpus.lock", threading.Event()
+
+    def wait() -> None:
+        with corpus.file_lock(path):
+            waiting.set()
+
+    with corpus.file_lock(path):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        deadline = time.monotonic() + 30
+        while len(caplog.messages) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not waiting.is_set()
+    thread.join()
+    assert waiting.is_set()
+    expected = f"waiting for process {os.getpid()} on {socket.gethostname()}, which holds {path}, for 0 s"
+    assert caplog.messages[:2] == [expected] * 2

@@ -9,16 +9,24 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import socket
 import sysconfig
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
+from nanotron.logging import get_logger
+
+logger = get_logger(__name__)
 
 CORPUS_FOLDER = "data/stdlib-bpe4096"
 VOCAB_SIZE = 4096
+
+LOOK_S = 0.1
+SAY_S = 60.0  # how long a process waits for another one before, and from one to the next time that, it says so
 
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -60,8 +68,24 @@ def _prepare(folder: str) -> None:
 
 @contextmanager
 def file_lock(path: str) -> Iterator[None]:
-    """Hold the file lock `path`; the kernel lets go of it when the process ends, however it ends."""
+    """Hold the file lock `path`; the kernel lets go of it when the process ends, however it ends.
+
+    Who holds it works for as long as it takes; every minute of waiting is said, with that process.
+    """
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    began, said = time.monotonic(), 0
+    with open(path, "a+") as file:
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            seconds = time.monotonic() - began
+            if seconds // SAY_S > said:
+                said = int(seconds // SAY_S)
+                file.seek(0)
+                logger.warning(f"waiting for {file.read().strip()}, which holds {path}, for {seconds:.0f} s")
+            time.sleep(LOOK_S)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
         yield
