@@ -2,7 +2,7 @@
 # make test    what a change runs   make lint    ruff and mypy           make parity  every layout against one process
 # make slowest all tests, and which 20 of them took longest
 # make nightly what `make test` has in small, in full: parity, torture, tests of more layouts, ten times the examples
-# make torture a run killed 48 times, which must end bit for bit like one that was not
+# make torture runs killed, stopped, cut off, with flipped bits and full disks, for an hour (TORTURE="--seed 7 --only links")
 # make bench   ours and the peers in turn, as tables: docs/benchmarks.md (BENCH="one dp2 --rounds 5" chooses)
 # make setup   only .venv           make lock    pin new versions (needs uv)
 # make reference   docs/config.md, the compatibility table and the schema, written anew from the config's declarations
@@ -14,6 +14,7 @@ CONFIG := examples/config_tiny_llama.yaml
 RUN := runs/tiny_llama
 PROMPT := import os
 BENCH :=
+TORTURE := --seconds 3600
 
 .PHONY: train test slowest lint parity torture nightly bench setup lock reference
 .DEFAULT_GOAL := train
@@ -47,7 +48,7 @@ parity: setup
 	$(BIN)/python -m tests.parity
 
 torture: setup
-	$(BIN)/python -m tests.checkpoint.torture 8
+	$(BIN)/python -m tests.torture $(TORTURE)
 
 nightly: setup
 	$(BIN)/python -m pytest -m "" --hypothesis-profile=nightly

@@ -1,13 +1,20 @@
-"""The nanotron command, or one rank of it under torchrun, in which one rank sends itself a signal at a chosen place.
+"""A launch in which something happens when one rank comes by a chosen place for the n-th time.
 
-    python trapped.py nanotron train X.yaml …        torchrun … trapped.py --config-file X.yaml …
+    trapped.py nanotron train X.yaml …        torchrun … trapped.py --config-file X.yaml …
 
-What to do is in TRAP, as JSON: {"rank": 1, "place": "nanotron.checkpoint.write:Saver._write_shard", "count": 2,
-"signal": 19, "file": "where the process id is put first"}.
+TRAP says what, as JSON:
+
+    rank, place, count   where: {"rank": 1, "place": "nanotron.checkpoint.write:Saver._write_shard", "count": 2}
+    signal, whom         the signal, and whether the rank itself gets it or its launcher
+    note                 the file that is told the process ids of all ranks first
+    patches              constants for the whole launch: {"nanotron.launch.host:END_GRACE_S": 0.5}
+
+NETNS names the network namespace that it happens in.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import json
@@ -16,28 +23,57 @@ import sys
 from pathlib import Path
 from typing import Any
 
+CLONE_NEWNET = 0x40000000  # of Linux
 
-def arm(rank: int, place: str, count: int, signal: int, file: str) -> None:
-    """Let the ``count``-th call of the function at ``place`` be preceded by the signal, on that rank."""
+
+def find(place: str) -> tuple[Any, str]:
+    """What holds the attribute that `module:a.b` names, and the attribute's name."""
     module, _, path = place.partition(":")
     *owners, name = path.split(".")
-    owner: Any = functools.reduce(getattr, owners, importlib.import_module(module))
+    return functools.reduce(getattr, owners, importlib.import_module(module)), name
+
+
+def arm(trap: dict[str, Any]) -> None:
+    """Patch what is to be, and let the trap's place, if it has one, be preceded by what is to happen there."""
+    for place, value in trap["patches"].items():
+        setattr(*find(place), value)
+    if "place" not in trap:
+        return
+    owner, name = find(trap["place"])
     function, calls = getattr(owner, name), [0]
 
     @functools.wraps(function)
     def trapped(*arguments: Any, **options: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == count and os.environ.get("RANK") == str(rank):
-            Path(file).write_text(str(os.getpid()), encoding="utf-8")
-            os.kill(os.getpid(), signal)
+        if os.environ.get("RANK", "0") == str(trap["rank"]):
+            calls[0] += 1
+            if calls[0] == trap["count"]:
+                happen(trap)
         return function(*arguments, **options)
 
     setattr(owner, name, trapped)
 
 
+def happen(trap: dict[str, Any]) -> None:
+    """Note which processes there are, and do it."""
+    launcher = os.getppid()
+    ranks = [rank for path in Path(f"/proc/{launcher}/task").glob("*/children") for rank in path.read_text().split()]
+    Path(trap["note"]).write_text(json.dumps([int(rank) for rank in ranks]), encoding="utf-8")
+    os.kill(os.getpid() if trap["whom"] == "rank" else launcher, trap["signal"])
+
+
+def enter(name: str) -> None:
+    """Move this process to a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if libc.setns(namespace, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
 if __name__ == "__main__":
+    if "NETNS" in os.environ:
+        enter(os.environ["NETNS"])
     if "TRAP" in os.environ:
-        arm(**json.loads(os.environ["TRAP"]))
+        arm(json.loads(os.environ["TRAP"]))
     if sys.argv[1:2] == ["nanotron"]:
         from nanotron.cli import main
 

@@ -1,4 +1,4 @@
-"""A run of four ranks that is killed again and again; python -m tests.checkpoint.torture [kills per phase]
+"""A run of four ranks that is killed again and again.
 
 One rank kills itself (SIGKILL) at an instant of a phase, all others die with it, and the run starts again. At the end
 its metrics and its weights must be those of a run that was never killed.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,14 +144,3 @@ def died(pool: Pool, values: dict[str, Any], kill: Kill) -> None:
 def newest_step(folder: Path) -> int:
     newest = newest_complete(str(folder))
     return int(Path(newest).name) if newest else 0
-
-
-def main() -> None:
-    pool = Pool()
-    with tempfile.TemporaryDirectory() as folder:
-        torture(pool, Path(folder), int(sys.argv[1]) if len(sys.argv) > 1 else 8)
-    pool.close()
-
-
-if __name__ == "__main__":
-    main()
