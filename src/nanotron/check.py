@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from nanotron.checkpoint.resume import find_resume, newest_complete
-from nanotron.config import Config, DatasetStageArgs, ExistingCheckpointInit, ParallelismArgs
+from nanotron.config import Config, DatasetStageArgs, ExistingCheckpointInit
 from nanotron.config.document import Problem, dump, parse, show
 from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, walk
 from nanotron.config.load import Reading, read_file
@@ -106,15 +106,10 @@ def summary(config: Config) -> list[str]:
         f"tokens      {human_format(step * tokens.train_steps)} in {tokens.train_steps} steps of"
         f" {config.global_batch_size} samples of {tokens.sequence_length}",
         f"layout      {layout.world_size} ranks: dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp}"
-        f" ({layout.tp_mode}){_context(layout)}, zero stage {config.optimizer.zero_stage}",
+        f" ({layout.tp_mode}){layout.context}, zero stage {config.optimizer.zero_stage}",
         f"layers      {_layers_of_ranks(config)}",
         f"data        {' | '.join(stages)}",
     ]
-
-
-def _context(layout: ParallelismArgs) -> str:
-    """Write how sequences are cut, where they are: ` · cp 2 (ALL_GATHER)`."""
-    return f" · cp {layout.context_parallel_size} ({layout.cp_mode})" if layout.context_parallel_size > 1 else ""
 
 
 def _source(stage: DatasetStageArgs) -> str:

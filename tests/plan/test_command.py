@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,17 @@ from typer.testing import CliRunner
 
 from nanotron.check import examine
 from nanotron.cli import app
+from nanotron.models.specs import StageModules
+from nanotron.plan.fixes import cheapest_fixes
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.layouts import changed, is_legal
+from nanotron.plan.measure import measure_chunk
 from nanotron.plan.predict import Planner
+from nanotron.plan.search import Found, legal_layouts
+from nanotron.plan.text import search_text
 from tests.plan.configs import small
+
+CONTEXT = "parallelism.context_parallel_size"
 
 
 @pytest.fixture
@@ -76,3 +85,49 @@ def test_recomputation_keeps_less_and_computes_more(planner: Planner) -> None:
     plain, again = planner.plan(small(layers=8)), planner.plan(small(layers=8, recompute=True))
     assert again.worst.memory.activations < 0.6 * plain.worst.memory.activations
     assert again.step_seconds > plain.step_seconds
+
+
+def test_context_parallelism_is_planned_over_its_own_links(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    small(dp=2, cp=4, tp=2, dtype="bfloat16", micro_batch=1).save_as_yaml(path)
+    code, output = run(path)
+    assert code == 0, output
+    assert "tp 2 (ALL_REDUCE) · cp 4 (ALL_GATHER), zero stage 1" in output
+    lines = [line.split() for line in output.splitlines()]
+    assert ["cp", "4", "links", "all_gather", "32"] in [line[:5] for line in lines]  # of 4 layers, 4 × there and back
+    assert ["dp+cp", "8", "network", "all_gather", "2"] in [line[:5] for line in lines]
+
+
+@pytest.mark.parametrize("mode", ["ALL_GATHER", "ALL_TO_ALL"])
+def test_attention_over_cut_rows_is_as_much_work_as_over_whole_ones(mode: str) -> None:
+    one, part = (
+        measure_chunk(small(cp=cp, cp_mode=mode), StageModules(range(1), embed=False, head=False), "accelerator")
+        for cp in (1, 4)
+    )
+    assert 4 * part.forward["attention"] == pytest.approx(one.forward["attention"], rel=1e-9)
+
+
+def test_cutting_rows_is_among_what_makes_them_fit() -> None:
+    config = small(sequence=1024, hidden=128, micro_batch=1, accumulation=1, layers=2, recompute=True)
+    planner = Planner(find_cluster("h100", 8))
+    whole, part = (planner.memories(changed(config, {CONTEXT: cp}))[0].total for cp in (1, 2))
+    device = replace(planner.cluster.device, memory_bytes=(whole + part) // 2)
+    planner.cluster = replace(planner.cluster, device=device)
+    assert {CONTEXT: 2} in [fix.change for fix in cheapest_fixes(planner, config)]
+
+
+def test_a_search_cuts_long_rows_where_that_is_legal() -> None:
+    config = small(sequence=16384, micro_batch=1, accumulation=1)
+    planner = Planner(find_cluster("h100", 4))
+    layouts = [other.parallelism for _, other in legal_layouts(planner, config, 4)]
+    cuts = {(layout.context_parallel_size, layout.cp_mode) for layout in layouts}
+    assert cuts == {(1, "ALL_GATHER"), *product((2, 4), ("ALL_GATHER", "ALL_TO_ALL"))}
+    assert {layout.world_size for layout in layouts} == {4}
+
+
+def test_the_table_of_a_search_says_how_rows_are_cut() -> None:
+    plan = Planner(find_cluster("h100", 8)).plan(small(cp=4, cp_mode="ALL_TO_ALL", layers=1))
+    lines = search_text(Found([({}, plan)], 1, 1)).splitlines()
+    assert lines[2].split()[:3] == ["dp", "cp", "tp"]
+    assert lines[3].split()[:4] == ["1", "4", "a", "1"]
+    assert lines[-1] == "cp: g with cp_mode ALL_GATHER, a with ALL_TO_ALL"

@@ -10,6 +10,7 @@ import torch
 
 from nanotron.batch import Batch
 from nanotron.config import Config
+from nanotron.data.context import ContextCut
 from nanotron.models.specs import StageModules
 from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
@@ -38,17 +39,19 @@ def real_block(rank: int, world: int, config: Config, kernels: Kernels, layers: 
 
 def _real(config: Config, mesh: Mesh, kernels: Kernels, layers: int) -> PerBlock:
     tokens = config.tokens
-    shape = tokens.micro_batch_size, tokens.sequence_length
+    cut = ContextCut(mesh, config.parallelism.cp_mode)
+    _, spans = cut.of((tokens.micro_batch_size, tokens.sequence_length), None)
+    shape = tokens.micro_batch_size, tokens.sequence_length // mesh.size("cp")
     with Counting() as counter:
         options = replace(chunk_options(config, "cpu"), kernels=kernels)
         (chunk,) = build_chunks(config, mesh, [StageModules(range(layers), embed=True, head=False)], options)
         chunk.initialize(seed=1)
         buckets = build_buckets(config, mesh, [chunk])
-        buckets.start(1, tokens.sequence_length)
+        buckets.start(1, shape[1])
         ids = torch.zeros(shape, dtype=torch.int64)
         before = counter.alive
         with counter.section() as forward:
-            y, _, _ = chunk(None, Batch(ids, ids, torch.arange(shape[1]).expand(shape)))
+            y, _, _ = chunk(None, Batch(ids, ids, torch.arange(shape[1]).expand(shape), spans))
         kept = settled(counter, mesh) - before
         grad = torch.ones_like(y)
         with counter.section() as backward:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nanotron.config import Config
+from nanotron.data.context import ContextCut
+from nanotron.models.specs import StageModules
+from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.kernels import Kernels
+from nanotron.plan.fakes import FakeMesh, counting
+from nanotron.plan.measure import measure_chunk
 from tests.plan.configs import small
 from tests.pool import Pool
 from tests.structure.blocks import planned_block, real_block
@@ -17,6 +23,7 @@ from tests.structure.blocks import planned_block, real_block
 SIZES: dict[str, Any] = {"hidden": 64, "micro_batch": 2, "sequence": 96}
 LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}]
 LAYOUTS += [{**layout, "dtype": "bfloat16"} for layout in LAYOUTS] + [{"tp": 2, "recompute": True}]
+LAYOUTS += [{"cp": 3}, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"cp": 2, "cp_mode": "ALL_TO_ALL"}]
 
 
 def kept_bytes(config: Config, *, accelerator: bool) -> int:
@@ -28,6 +35,7 @@ def kept_bytes(config: Config, *, accelerator: bool) -> int:
     model, layout, tokens = config.model.model_config, config.parallelism, config.tokens
     d, f, t, e = model.hidden_size, model.intermediate_size, layout.tp, model.head_dim
     heads, kv_heads = model.num_attention_heads // t, model.num_key_value_heads // t
+    cut = layout.cp_mode if layout.context_parallel_size > 1 else None
     between = d // t if layout.sequence_parallel else d  # of a token between two matrix products that are cut over tp
     entered = between if layout.tp_recompute_allgather else d
     size = torch.empty(0, dtype=getattr(torch, config.model.dtype)).element_size()
@@ -37,25 +45,26 @@ def kept_bytes(config: Config, *, accelerator: bool) -> int:
     else:
         per_token = size * 2 * entered  # what enters attention and MLP
         per_token += size * (2 * heads + kv_heads) * e  # q and k, rotated; what attention gives
-        per_token += size * (
-            2 * kv_heads * e if accelerator else kv_heads * e
-        )  # v, in one tensor with k unrotated; a copy
+        # v, in one tensor with k unrotated; a copy; where both are gathered, what is gathered holds k and v
+        per_token += size * (2 if accelerator and not cut else 1) * kv_heads * e
+        if cut == "ALL_TO_ALL" and accelerator:
+            per_token += size * heads * e  # what attention gives before it is exchanged: the kernel's backward reads it
         per_token += size * 4 * f // t  # gate | up, silu(gate), silu(gate) · up
         per_token += 0 if half else size * 2 * between  # the stream of residuals, which the norms keep
-        per_token += 4 * heads if accelerator else 0  # attention's log Σ exp of each row
+        per_token += 4 * heads if accelerator and cut != "ALL_GATHER" else 0  # attention's log Σ exp of each row
         per_token += 2 * 4 * between // d  # a norm's 1/√(mean square) of each token
         if not accelerator:
             per_token += (
                 4 * 4 * between if half else size * 2 * between
             )  # norms: float32 x and normalised; or only this
-    return per_token * tokens.micro_batch_size * tokens.sequence_length
+    return per_token * tokens.micro_batch_size * tokens.sequence_length // layout.context_parallel_size
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: ",".join(f"{k}={v}" for k, v in layout.items()) or "one")
 def test_a_block_keeps_what_the_formula_and_the_planner_say(pool: Pool, layout: dict[str, Any]) -> None:
     config = small(**SIZES, **layout)
     expected = kept_bytes(config, accelerator=False)
-    for block in pool.run(config.parallelism.tp, real_block, config, "cpu"):
+    for block in pool.run(config.parallelism.world_size, real_block, config, "cpu"):
         assert block.kept == expected
     assert planned_block(config, "cpu").kept == planned_block(config, "cpu_onednn").kept == expected
     assert planned_block(config, "accelerator").kept == kept_bytes(config, accelerator=True)
@@ -76,3 +85,36 @@ def test_gathered_inputs_are_kept_whole_when_they_are_not_gathered_again() -> No
     config.parallelism.tp_recompute_allgather = False
     assert planned_block(config, "accelerator").kept == kept_bytes(config, accelerator=True)
     assert planned_block(config, "cpu").kept == kept_bytes(config, accelerator=False)
+
+
+@pytest.mark.parametrize("kernels", ["accelerator", "cpu"])
+def test_context_parallel_ranks_keep_their_part_and_gathered_keys_of_one_layer_in_passing(kernels: Kernels) -> None:
+    whole, part = (planned_block(small(**SIZES, cp=cp), kernels) for cp in (1, 3))
+    assert 3 * part.kept <= whole.kept
+    chunks = [
+        measure_chunk(small(**SIZES, cp=3), StageModules(range(layers), embed=False, head=False), kernels)
+        for layers in (1, 2, 3)
+    ]
+    assert len({chunk.forward_peak - chunk.kept for chunk in chunks}) == 1
+    assert len({chunk.fused_peak - chunk.kept for chunk in chunks[1:]}) == 1
+
+
+@pytest.mark.parametrize("mode", ["ALL_GATHER", "ALL_TO_ALL"])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_attention_takes_memory_linear_in_tokens_with_documents_and_context(cp: int, mode: ContextMode) -> None:
+    short, long = (peak_of_attention(length, cp, mode) for length in (2048, 4096))
+    assert long <= 2.01 * short
+
+
+def peak_of_attention(length: int, cp: int, mode: ContextMode) -> int:
+    """Bytes at the worst moment of forward and backward by an accelerator's kernels, of rows with documents."""
+    with counting() as counter:
+        mesh = FakeMesh({"cp": cp})
+        starts = np.repeat(
+            [0, length // 5, length // 2], [length // 5, length // 2 - length // 5, length - length // 2]
+        )
+        _, spans = ContextCut(mesh, mode).of((2, length), np.stack([starts, np.zeros_like(starts)]))
+        leaves = [torch.empty(2, length // cp, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+        attended = context_attention(*leaves, spans, mesh, mode=mode, kernels="accelerator")
+        torch.autograd.grad(attended, leaves, torch.empty_like(attended))
+        return counter.peak

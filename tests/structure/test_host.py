@@ -19,7 +19,7 @@ from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes
 from tests.parity.cases import Case
-from tests.parity.run import config_of, prepare
+from tests.parity.run import config_of, cut, prepare
 from tests.pool import Pool
 
 READS = {"_local_scalar_dense", "item", "equal", "is_nonzero"}
@@ -94,6 +94,8 @@ def test_a_step_on_a_device_reads_nothing_back(case: Case) -> None:
         Case(tp=2, tp_mode="REDUCE_SCATTER"),
         Case(pp=2, schedule="zb_h1", tied=True),
         Case(dp=2, tp=2, pp=2, zero_stage=1, tied=True),
+        Case(cp=2, documents=True),
+        Case(cp=2, cp_mode="ALL_TO_ALL", documents=True),
     ],
     ids=str,
 )
@@ -104,10 +106,12 @@ def test_a_step_of_several_ranks_reads_nothing_back(pool: Pool, case: Case) -> N
 
 def waits_of(rank: int, world: int, case: Case) -> list[str]:
     config = config_of(case)
-    training = prepare(config, Mesh(mesh_axes(config), rank))
-    word = training.step(1, batches(case, "cpu"))
+    mesh = Mesh(mesh_axes(config), rank)
+    training = prepare(config, mesh)
+    microbatches = [cut(batch, case, mesh) for batch in batches(case, "cpu")]
+    word = training.step(1, microbatches)
     with Waits() as waits:
-        training.step(2, batches(case, "cpu"))
+        training.step(2, microbatches)
     word.read()
     return waits.seen
 

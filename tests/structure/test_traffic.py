@@ -2,9 +2,10 @@
 
 On one rank, with b rows of s tokens in each of m microbatches, hidden size d, its L layers, t ranks along tp. An
 *activation* is [b, s, d] in the model's dtype; *first* and *last* are 1 on the stage with the embedding, with the head.
+Where sequences are cut over c ranks, s stands for the s/c tokens that one of them holds.
 
     world    1 all-reduce: the control word, five float64
-    dp       1 all-reduce: the number of targets, one float64
+    dp · cp  1 all-reduce: the number of targets, one float64
              zero 0: the gradients once, an all-reduce for each bucket
              zero 1: the gradients once, a reduce-scatter for each bucket; the weights once, an all-gather
     tied     1 all-reduce: the gradient of the tied weight's shard
@@ -14,6 +15,9 @@ On one rank, with b rows of s tokens in each of m microbatches, hidden size d, i
              under sequence parallelism: as many all-gathers and as many reduce-scatters instead, for each all-reduce
              is the sum of one of each; (2·L + last) more all-gathers when gathered inputs are not kept; and an
              all-reduce of the norms' gradients, which each rank has for its own tokens
+    cp       gathering keys and values: m · L times an all-gather of both, of the whole row's, forward and backward, and
+             a reduce-scatter of their gradients
+             cutting heads: m · L · 2 times four exchanges, of queries, keys, values, and what attention gives
 """
 
 from __future__ import annotations
@@ -25,14 +29,13 @@ import pytest
 import torch
 
 from nanotron.config import Config
-from nanotron.data.feed import Feed
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Traffic
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.predict import Planner
 from nanotron.training.topology import layers_of_stages, mesh_axes, tied_stages
 from tests.parity.cases import Case
-from tests.parity.run import VOCABULARY, config_of, prepare, to_walk
+from tests.parity.run import VOCABULARY, config_of, feed_of, microbatches_of, prepare
 from tests.pool import Pool
 from tests.structure.counters import Collective, Collectives
 
@@ -55,6 +58,11 @@ CASES = [
     Case(dp=2, tp=2, pp=2, tied=True),
     Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER"),
     Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER", tied=True),
+    Case(cp=2),
+    Case(cp=2, cp_mode="ALL_TO_ALL", documents=True, dtype="float64"),
+    Case(cp=3, length=48, dp=2, zero_stage=1),
+    Case(cp=2, tp=2, tp_mode="REDUCE_SCATTER"),
+    Case(cp=2, dp=2, pp=2, zero_stage=1, tied=True),
 ]
 
 
@@ -74,8 +82,8 @@ def count(rank: int, world: int, case: Case, cap_mb: int = 25) -> Counts:
     config = capped(case, cap_mb)
     mesh = Mesh(mesh_axes(config), rank)
     training = prepare(config, mesh)
-    feed = Feed(config, mesh, device=torch.device("cpu"))
-    batches = [[to_walk(batch, case) for batch in feed.step(update).microbatches] for update in (1, 2)]
+    feed = feed_of(config, mesh)
+    batches = [microbatches_of(feed, update, case, mesh) for update in (1, 2)]
     feed.close()
     training.step(1, batches[0]).read()
     collectives = Collectives()
@@ -97,16 +105,16 @@ def least(config: Config, mesh: Mesh) -> Counts:
     first, last = stage == 0, stage == layout.pp - 1
     lo, hi = layers_of_stages(config)[stage]
     m, ends, layers = tokens.batch_accumulation_per_replica, first + last, hi - lo
-    positions = tokens.micro_batch_size * tokens.sequence_length
+    positions = tokens.micro_batch_size * tokens.sequence_length // layout.context_parallel_size
     activation = positions * model.hidden_size * size
     norms = (2 * layers + last) * model.hidden_size
     found = _Found(mesh)
     found.add("all_reduce", tuple(range(mesh.world)), 1, 4 * 8)  # squared norm, lm loss, save, stop
 
-    replicas = mesh.ranks_along("dp")
+    replicas = mesh.ranks_along("dp", "cp")
     found.add("all_reduce", replicas, 1, 8)
     for parameters in buckets(config, mesh, layers, norms):
-        padded = -(-parameters // layout.dp) * layout.dp
+        padded = -(-parameters // len(replicas)) * len(replicas)
         if config.optimizer.zero_stage == 0:
             found.add("all_reduce", replicas, 1, padded * size)
         else:
@@ -128,6 +136,15 @@ def least(config: Config, mesh: Mesh) -> Counts:
     else:
         found.add("all_reduce", shards, entries, entries * activation)
     found.add("all_reduce", shards, 2 * m * last, m * last * 3 * positions * max(4, size))
+
+    context, calls = mesh.ranks_along("cp"), m * layers
+    heads, kv_heads = model.num_attention_heads // layout.tp, max(1, model.num_key_value_heads // layout.tp)
+    head = calls * positions * model.head_dim * size  # bytes of one in all calls
+    if layout.cp_mode == "ALL_GATHER":
+        found.add("all_gather", context, 2 * calls, 2 * len(context) * 2 * kv_heads * head)
+        found.add("reduce_scatter", context, calls, len(context) * 2 * kv_heads * head)
+    else:
+        found.add("all_to_all", context, 2 * 4 * calls, 2 * (2 * heads + 2 * kv_heads) * head)
     return found.counts
 
 
@@ -173,7 +190,7 @@ def named(traffic: Counter[Traffic], config: Config, mesh: Mesh) -> Counts:
     for key, calls in traffic.items():
         if key.what == "calls":
             groups = {"world": lambda: tuple(range(mesh.world)), "tied": lambda: _tied(config, mesh)}
-            ranks = groups[key.axis]() if key.axis in groups else mesh.ranks_along(key.axis)
+            ranks = groups[key.axis]() if key.axis in groups else mesh.ranks_along(*key.axis.split("+"))
             found.add(key.kind, ranks, calls, traffic[key._replace(what="bytes")])
     return found.counts
 

@@ -95,6 +95,11 @@ class ParallelismArgs:
         return self.dp * self.context_parallel_size * self.tp * self.pp
 
     @property
+    def context(self) -> str:
+        """How sequences are cut, as a layout's line goes on where they are: ` · cp 2 (ALL_GATHER)`."""
+        return f" · cp {self.context_parallel_size} ({self.cp_mode})" if self.context_parallel_size > 1 else ""
+
+    @property
     def sequence_parallel(self) -> bool:
         """Whether activations between layers are cut along the sequence over the tensor-parallel ranks."""
         return self.tp_mode == "REDUCE_SCATTER"

@@ -79,13 +79,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, kernels: Kernel
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The same by torch's own choice of kernel; ``mask`` [s, m] is added to the scores, instead of the causal one."""
     s, m, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
-    bias, causal = mask, mask is None and 1 < s == m
-    if mask is None and 1 < s < m:
-        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: seconds, on every rank
-
-        bias = causal_lower_right(s, m)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
-    return F.scaled_dot_product_attention(q, k, v, bias, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+    if mask is None and 1 < s < m:
+        return last_queries(q, k, v, grouped=grouped).transpose(1, 2)
+    causal = mask is None and 1 < s == m
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+
+def last_queries(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> Tensor:
+    """Of the last s of m tokens, as torch's kernels take it: q [b, h, s, e]; k, v [b, n, m, e] -> [b, h, s, e].
+
+    A mask is written out only where no kernel takes the shape, as on a CPU.
+    """
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: seconds, on every rank
+
+    return F.scaled_dot_product_attention(q, k, v, causal_lower_right(q.shape[2], k.shape[2]), enable_gqa=grouped)
 
 
 def _fused_pieces(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -62,14 +62,15 @@ class _GatheredAttention(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, attend: Callable[..., Tensor]) -> Tensor:
-        ctx.save_for_backward(q, k, v)
+        part = torch.stack([k, v])  # [2, b, s/c, n, e], so that nothing that v is a view of is kept
+        ctx.save_for_backward(q, part)
         ctx.mesh, ctx.attend = mesh, attend
-        return attend(q, *_gathered(k, v, mesh))
+        return attend(q, *_gathered(part, mesh))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v = ctx.saved_tensors
-        q, k, v = (x.detach().requires_grad_() for x in (q, *_gathered(k, v, ctx.mesh)))
+        q, part = ctx.saved_tensors
+        q, k, v = (x.detach().requires_grad_() for x in (q, *_gathered(part, ctx.mesh)))
         with torch.enable_grad():
             attended = ctx.attend(q, k, v)
         q_grad, *whole = torch.autograd.grad(attended, (q, k, v), grad)
@@ -78,9 +79,9 @@ class _GatheredAttention(Function):
         return q_grad, k_grad, v_grad, None, None
 
 
-def _gathered(k: Tensor, v: Tensor, mesh: Mesh) -> Sequence[Tensor]:
-    """The whole row's keys and values in order, by one collective: 2 × [b, s/c, n, e] -> 2 × [b, s, n, e]."""
-    whole = all_gather(torch.stack([k, v]), mesh.group("cp"), dim=2)
+def _gathered(part: Tensor, mesh: Mesh) -> Sequence[Tensor]:
+    """The whole row's keys and values in order, by one collective: [2, b, s/c, n, e] -> 2 × [b, s, n, e]."""
+    whole = all_gather(part, mesh.group("cp"), dim=2)
     return in_order(whole, mesh.size("cp"), dim=2).unbind()
 
 

@@ -25,8 +25,8 @@ def plan(config: Config, *, gpu: str, per_node: int, nodes: int | None) -> int:
     world = config.parallelism.world_size
     if nodes is not None and nodes * per_node != world:
         raise ConfigError(
-            f"--nodes {nodes} of {per_node} devices are {nodes * per_node}, but parallelism.dp · tp · pp = {world};"
-            f" use --nodes {-(-world // per_node)}, change the layout, or add --search to find one"
+            f"--nodes {nodes} of {per_node} devices are {nodes * per_node}, but parallelism.dp · cp · tp · pp = {world}"
+            f"; use --nodes {-(-world // per_node)}, change the layout, or add --search to find one"
         )
     planner = Planner(cluster)
     found = planner.plan(config, every_layer=True)

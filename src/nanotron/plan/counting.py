@@ -105,7 +105,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work["matmul"] += 2 * x.numel() * w.shape[0]
         elif name in _ATTENTION:
             query, key = inputs[:2] if name.endswith("cpu") else inputs[1:3]
-            self.work["attention"] += _ATTENTION[name] * query.numel() * key.shape[-2]  # ·2, halved by causality
+            seen = 2 * key.shape[-2] - query.shape[-2]  # keys of the first query and of the last: ·2, halved
+            self.work["attention"] += _ATTENTION[name] * query.numel() * seen
         else:
             self.work["moved"] += sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
 

@@ -62,7 +62,7 @@ def _changes(config: Config) -> Iterator[Change]:
         yield {"parallelism.pp_engine": "1f1b", "parallelism.pp_virtual_stages": 1}
     if rows % 2 == 0:
         yield {"tokens.micro_batch_size": rows // 2, "tokens.batch_accumulation_per_replica": accumulation * 2}
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "pp", "context_parallel_size"):
         size = getattr(layout, axis)
         if layout.dp % 2 == 0:
             yield {

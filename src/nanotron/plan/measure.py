@@ -195,7 +195,8 @@ def measure_chunk(config: Config, held: StageModules, kernels: Kernels) -> Chunk
     with counting() as counter:
         mesh = FakeMesh({"cp": axes["cp"], "tp": axes["tp"]}, config.parallelism.tp - 1)
         (chunk,) = build_chunks(config, mesh, [held], _options(config, kernels))
-        buckets = build_buckets(config, mesh, [chunk])
+        alone = FakeMesh({"tp": axes["tp"]}, mesh.coord("tp"))  # buckets leave once in a step, not in every microbatch
+        buckets = build_buckets(config, alone, [chunk])
         batch = _batch(config)
         apart = _run(counter, config, chunk, buckets, batch, defer=True)
         at_once = _run(counter, config, chunk, buckets, batch, defer=False)

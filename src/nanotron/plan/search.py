@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MICRO_BATCHES = (1, 2, 4, 8)
 SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zbv", 2))
+LEAST_TOKENS = 4096  # of a row, on a rank: shorter rows are not cut over cp, nor those of micro-batches of several
 BEST = 10
 
 
@@ -67,20 +68,27 @@ def _with(best: list[tuple[Change, Plan]], change: Change, plan: Plan) -> list[t
 
 
 def legal_layouts(planner: Planner, config: Config, num_devices: int) -> Iterator[tuple[Change, Config]]:
-    """Every legal layout: tp within a node, pp, schedule, micro-batch, recompute; dp takes the other devices."""
+    """Every legal layout: tp within a node, pp, cp, schedule, micro-batch, recompute; dp takes the other devices."""
     layers, batch = config.model.model_config.num_hidden_layers, config.global_batch_size
+    cuts = [(1, config.parallelism.cp_mode)]
+    cuts += product(range(2, config.tokens.sequence_length // LEAST_TOKENS + 1), ("ALL_GATHER", "ALL_TO_ALL"))
     sizes = [
-        (num_devices // (tp * pp), tp, pp)
+        (num_devices // (tp * pp * cp), tp, pp, cp, cp_mode)
         for tp in divisors(planner.cluster.per_node)
         for pp in divisors(num_devices)
-        if pp <= layers and num_devices % (tp * pp) == 0
+        for cp, cp_mode in cuts
+        if pp <= layers and num_devices % (tp * pp * cp) == 0
     ]
-    for (dp, tp, pp), rows, recompute in product(sizes, MICRO_BATCHES, (False, True)):
+    for (dp, tp, pp, cp, cp_mode), rows, recompute in product(sizes, MICRO_BATCHES, (False, True)):
+        if cp > 1 and rows > 1:
+            continue
         for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             change = {
                 "parallelism.dp": dp,
                 "parallelism.tp": tp,
                 "parallelism.pp": pp,
+                "parallelism.context_parallel_size": cp,
+                "parallelism.cp_mode": cp_mode,
                 "parallelism.pp_engine": schedule,
                 "parallelism.pp_virtual_stages": chunks,
                 "parallelism.tp_mode": "REDUCE_SCATTER" if tp > 1 else "ALL_REDUCE",

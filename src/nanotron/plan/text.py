@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from nanotron.logging import human_duration, human_format
 from nanotron.metrics.memory import GIB
@@ -13,6 +14,9 @@ from nanotron.plan.layouts import written
 from nanotron.plan.predict import Plan, RankPlan
 from nanotron.plan.search import Found
 from nanotron.training.topology import mesh_axes, parameter_specs
+
+if TYPE_CHECKING:
+    from nanotron.config import ParallelismArgs
 
 SHOWN = 6  # pipeline ranks; of more, the ends and the worst
 
@@ -41,18 +45,25 @@ def fixes_text(fixes: Sequence[Fix]) -> str:
 def search_text(found: Found) -> str:
     """The table of the fastest layouts."""
     lines = [f"{found.num_legal} legal layouts, {found.num_planned} of them planned in full; the fastest that fit:", ""]
-    header = f"{'dp':>5}{'tp':>4}{'pp':>4}  {'schedule':<17}{'micro-batch':>11}{'zero':>5}{'recompute':>10}"
+    header = f"{'dp':>5}{'cp':>8}{'tp':>4}{'pp':>4}  {'schedule':<17}{'micro-batch':>11}{'zero':>5}{'recompute':>10}"
     lines.append(f"{header}{'GiB':>7}{'bubble':>8}{'tokens/s':>10}{'MFU':>7}")
     for _, plan in found.best:
         layout, tokens = plan.config.parallelism, plan.config.tokens
         micro = f"{tokens.micro_batch_size} × {tokens.batch_accumulation_per_replica}"
-        line = (
-            f"{layout.dp:>5}{layout.tp:>4}{layout.pp:>4}  {layout.pp_engine if layout.pp > 1 else '-':<17}{micro:>11}"
-        )
+        schedule = layout.pp_engine if layout.pp > 1 else "-"
+        line = f"{layout.dp:>5}{_cut(layout):>8}{layout.tp:>4}{layout.pp:>4}  {schedule:<17}{micro:>11}"
         line += f"{plan.config.optimizer.zero_stage:>5}{'yes' if layout.recompute_layer else 'no':>10}"
         line += f"{plan.worst.memory.total / GIB:>7.1f}{plan.bubble:>8.1%}{human_format(plan.tokens_per_second):>10}"
         lines.append(f"{line}{plan.mfu:>7.1%}")
+    if any(plan.config.parallelism.context_parallel_size > 1 for _, plan in found.best):
+        lines += ["", "cp: g with cp_mode ALL_GATHER, a with ALL_TO_ALL"]
     return "\n".join(lines)
+
+
+def _cut(layout: ParallelismArgs) -> str:
+    """`4 g`: context-parallel ranks, and how attention sees what they hold."""
+    ranks = layout.context_parallel_size
+    return f"{ranks} {'a' if layout.cp_mode == 'ALL_TO_ALL' else 'g'}" if ranks > 1 else "1"
 
 
 def _heading(plan: Plan) -> list[str]:
@@ -64,7 +75,7 @@ def _heading(plan: Plan) -> list[str]:
     return [
         f"{human_format(parameters)} parameters in {config.model.dtype} on {layout.world_size} × {cluster.device.name}"
         f" ({nodes} node{'s'[: nodes > 1]} of {cluster.per_node})",
-        f"dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp} ({layout.tp_mode}),"
+        f"dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp} ({layout.tp_mode}){layout.context},"
         f" zero stage {config.optimizer.zero_stage}{recompute}",
         f"{config.global_batch_size} samples of {tokens.sequence_length} tokens per step:"
         f" {tokens.batch_accumulation_per_replica} micro-batches of {tokens.micro_batch_size} on each replica",
@@ -115,7 +126,8 @@ def _traffic(plan: Plan) -> list[str]:
         calls, num_bytes = (
             max(rank.traffic[Traffic(kind, axis, what)] for rank in plan.ranks) for what in ("calls", "bytes")
         )
-        spans = range(mesh.world) if axis == "world" else mesh.ranks_along("pp" if axis == "tied" else axis)
+        axes = "pp" if axis == "tied" else axis
+        spans = range(mesh.world) if axis == "world" else mesh.ranks_along(*axes.split("+"))
         size = 2 if axis == "tied" else len(spans)
         over = "links" if spans[-1] < cluster.per_node else "network"
         first = (axis, kind) == next(key for key in keys if key[0] == axis)
