@@ -128,6 +128,24 @@ def test_another_layout_goes_on_where_one_stopped(pool, saved: Path, tmp_path: P
         assert mine["lm_loss"] == pytest.approx(theirs["lm_loss"], rel=1e-5)
 
 
+def test_context_parallelism_leaves_no_trace_in_a_checkpoint_and_resumes_bit_for_bit(pool, tmp_path: Path) -> None:
+    values = {cp: values_of(tmp_path / f"cp{cp}") for cp in (1, 2)}
+    straight = values_of(tmp_path / "straight")
+    for each in (values[2], straight):
+        each["parallelism"]["context_parallel_size"] = 2
+        each.update(nanoset(tmp_path))
+        each["model"]["model_config"]["_use_doc_masking"] = True
+    assert pool.run(2, run_in, str(tmp_path), straight) == [codes.DONE] * 2
+    assert pool.run(2, run_in, str(tmp_path), values[2], 4) == [codes.PREEMPTED] * 2
+    assert pool.run(2, run_in, str(tmp_path), values[2]) == [codes.DONE] * 2
+    assert metrics_of(tmp_path / "cp2") == metrics_of(tmp_path / "straight")
+    assert different(tmp_path / "cp2" / "8", tmp_path / "straight" / "8") == []
+    saved, alone, back = str(tmp_path / "cp2" / "8"), tmp_path / "alone", tmp_path / "back"
+    assert pool.run(1, save_again, values[1], saved, str(alone)) == [[]]
+    assert pool.run(2, save_again, values[2], str(alone / "1"), str(back)) == [[]] * 2
+    assert different(saved, alone / "1") == different(saved, back / "1") == []
+
+
 @pytest.mark.parametrize(("before", "after"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_the_dtype_may_change_on_resume(pool, tmp_path: Path, before: str, after: str) -> None:
     values = values_of(tmp_path, model__dtype=before, tokens__train_steps=4)

@@ -1,5 +1,7 @@
 """The validation loss is one number, whatever the layout, and training does not notice it."""
 
+from math import prod
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from tests.data.fixtures import make_config, random_documents, write_nanoset
 
 
 def make_run_config(folder, held_out, layout, *, limit):
-    dp, tp, pp = layout
+    dp, tp, pp, cp = layout
     model = {"num_hidden_layers": 2, "_use_doc_masking": True, "is_qwen2_config": True}
     stages = [
         {
@@ -23,7 +25,8 @@ def make_run_config(folder, held_out, layout, *, limit):
         }
     ]
     return make_config(
-        data_stages=stages, parallelism={"dp": dp, "tp": tp, "pp": pp}, model_config=model, dtype="float64",
+        data_stages=stages, parallelism={"dp": dp, "tp": tp, "pp": pp, "context_parallel_size": cp},
+        model_config=model, dtype="float64",
         micro_batch_size=2, batch_accumulation_per_replica=4 // dp, limit_val_batches=limit, val_check_interval=1,
     )  # fmt: skip
 
@@ -51,12 +54,12 @@ def test_the_validation_loss_is_the_same_on_every_layout_and_leaves_training_alo
     write_nanoset(tmp_path / "a", random_documents(60, seed=1))
     write_nanoset(tmp_path / "b", random_documents(17, seed=2))
     folders = str(tmp_path / "a"), str(tmp_path / "b")
-    (alone,) = pool.run(1, validate_and_train, *folders, (1, 1, 1), limit, True)
-    (silent,) = pool.run(1, validate_and_train, *folders, (1, 1, 1), limit, False)
+    (alone,) = pool.run(1, validate_and_train, *folders, (1, 1, 1, 1), limit, True)
+    (silent,) = pool.run(1, validate_and_train, *folders, (1, 1, 1, 1), limit, False)
     assert alone[1] == silent[1]
     assert alone[0][0] != alone[0][1]
-    for layout in [(2, 1, 1), (1, 2, 2)]:
-        world = layout[0] * layout[1] * layout[2]
+    for layout in [(2, 1, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)]:
+        world = prod(layout)
         for validations, losses in pool.run(world, validate_and_train, *folders, layout, limit, True):
             assert validations == pytest.approx(alone[0], rel=1e-9)
             assert losses == pytest.approx(alone[1], rel=1e-9)
