@@ -19,7 +19,7 @@ Overrides = Annotated[
     typer.Option("--override", help="Change one key: `tokens.train_steps=20`. Repeatable.", show_default=False),
 ]
 NumProcesses = Annotated[
-    int | None, typer.Option("--nproc", min=1, help="Ranks that will be launched.", show_default="dp · tp · pp")
+    int | None, typer.Option("--nproc", min=1, help="Ranks that will be launched.", show_default="dp · cp · tp · pp")
 ]
 ReadSpecialTokens = Annotated[
     bool,
@@ -149,7 +149,7 @@ def plan(
     gpu: Annotated[str, typer.Option(help="Device: h100, h200, a100, b200, mi300x, cpu, …")] = "h100",
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Devices with fast links between them.")] = 8,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes.", show_default="as many as dp · tp · pp needs")
+        int | None, typer.Option(min=1, help="Nodes.", show_default="as many as dp · cp · tp · pp needs")
     ] = None,
     search: Annotated[
         bool, typer.Option("--search", help="Find the fastest layout that fits, for the config's global batch.")

@@ -9,6 +9,7 @@ from nanotron.errors import ConfigError
 DEVICE_GIB = 80
 _USABLE = 0.5 * DEVICE_GIB * 2**30  # bytes of a device for weights, gradients and optimizer; the rest is activations
 _NODE = 8  # devices with fast links between them: tensor parallelism stays inside
+_LONG = 32768  # tokens of a row on one device; longer rows are cut over several
 
 
 class Preset(NamedTuple):
@@ -35,6 +36,9 @@ PRESETS = {
     "160m": Preset(162e6, 768, 12, 12, 12, 2048, 50304, False, 10000.0, 2048, 256, 20000, "6e-4", "6e-5"),
     "1b": Preset(1.24e9, 2048, 16, 32, 8, 8192, 128256, True, 500000.0, 4096, 512, 50000, "4e-4", "4e-5"),
     "8b": Preset(8.0e9, 4096, 32, 32, 8, 14336, 128256, False, 500000.0, 8192, 512, 100000, "3e-4", "3e-5"),
+    "8b-128k": Preset(
+        8.0e9, 4096, 32, 32, 8, 14336, 128256, False, 8e6, 131072, 32, 1000, "3e-5", "3e-6"
+    ),  # to go on from weights that know shorter texts
     "70b": Preset(70.6e9, 8192, 80, 64, 8, 28672, 128256, False, 500000.0, 8192, 1024, 100000, "1.5e-4", "1.5e-5"),
     "405b": Preset(405.9e9, 16384, 126, 128, 8, 53248, 128256, False, 500000.0, 8192, 2048, 100000, "8e-5", "8e-7"),
 }
@@ -44,6 +48,7 @@ class Layout(NamedTuple):
     """How many ranks share what."""
 
     dp: int
+    cp: int
     tp: int
     pp: int
 
@@ -67,6 +72,8 @@ def starter(name: str, devices: int) -> str:
         world=devices,
         mode="REDUCE_SCATTER" if layout.tp > 1 and name != "tiny" else "ALL_REDUCE",
         vocab_line=f"\n    vocab_size: {preset.vocab} # at least the tokenizer's" if preset.vocab else "",
+        cp_line=f"\n  context_parallel_size: {layout.cp} # ranks that share every sequence" * (layout.cp > 1),
+        chunk_line="\n  loss_chunk: 1024 # tokens whose logits exist at once" * (layout.cp > 1),
         recompute="true" if preset.parameters > 5e9 else "false",
         dtype="float32" if name == "tiny" else "bfloat16",
         micro_batch=micro_batch,
@@ -80,7 +87,7 @@ def _layout(name: str, preset: Preset, devices: int) -> Layout:
     """Choose the least model parallelism that fits; what is left over are replicas."""
     if name == "tiny":  # fits anywhere; shows every kind of parallelism when there are ranks enough
         tp, pp = (2, 2) if devices % 8 == 0 else (2, 1) if devices % 4 == 0 else (1, 1)
-        return Layout(devices // (tp * pp), tp, pp)
+        return Layout(devices // (tp * pp), 1, tp, pp)
     layout = _fitting(preset, devices)
     if layout is not None:
         return layout
@@ -93,11 +100,12 @@ def _layout(name: str, preset: Preset, devices: int) -> Layout:
 
 def _fitting(preset: Preset, devices: int) -> Layout | None:
     """The least model parallelism that fits; a pipeline only once a node is used up."""
+    cp = max(1, preset.sequence // _LONG)
     for pp in (1, 2, 4, 8, 16):
         for tp in (1, 2, 4, 8):
             whole_node = pp == 1 or tp >= min(_NODE, preset.kv_heads)
-            if whole_node and devices % (tp * pp) == 0 and _bytes(preset, tp, pp, devices) <= _USABLE:
-                return Layout(devices // (tp * pp), tp, pp)
+            if whole_node and devices % (cp * tp * pp) == 0 and _bytes(preset, tp, pp, devices) <= _USABLE:
+                return Layout(devices // (cp * tp * pp), cp, tp, pp)
     return None
 
 
@@ -115,8 +123,8 @@ general:
   project: {name}
   seed: 42 # of the initial weights
 
-parallelism: # dp · tp · pp = number of ranks; the layout changes speed and memory, never the loss
-  dp: {dp} # replicas
+parallelism: # the product of its sizes is the number of ranks; they change speed and memory, never the loss
+  dp: {dp} # replicas{cp_line}
   tp: {tp} # ranks that share every matrix; at most one machine's devices
   pp: {pp} # groups of layers
   pp_engine: 1f1b
@@ -124,7 +132,7 @@ parallelism: # dp · tp · pp = number of ranks; the layout changes speed and me
   recompute_layer: {recompute} # true: less activation memory for a third more computation
 
 model:
-  dtype: {dtype}
+  dtype: {dtype}{chunk_line}
   model_config:
     is_llama_config: true
     hidden_size: {hidden}
