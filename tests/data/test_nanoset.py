@@ -211,3 +211,23 @@ def test_the_loss_file_of_datatrove_says_which_tokens_are_targets(tmp_path):
     Path(f"{tmp_path}/a/00000_unshuffled.ds.loss").write_bytes(b"\1\1")
     with pytest.raises(ConfigError, match=r"ds.loss: 2 bytes for the 5 tokens"):
         TokenWindows("x", open_token_files(str(tmp_path / "a")), 7).window(0)
+
+
+FILES = """
+import resource, sys
+from nanotron.data.sources.token_files import open_token_files
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, int(sys.argv[2])))
+files = open_token_files(sys.argv[1])
+print(sum(int(file.read(0, 1)[0]) + len(file.starts(0, 1)) for file in files))
+"""
+
+
+def test_more_files_than_a_process_may_open_at_first_are_read_and_more_than_it_ever_may_are_refused(tmp_path):
+    for number in range(60):
+        write_nanoset(tmp_path, [[1]], number=number)
+    run = [sys.executable, "-c", FILES, str(tmp_path)]
+    done = subprocess.run([*run, "400"], capture_output=True, text=True, check=False)
+    assert done.stdout == "60\n", done.stderr
+    done = subprocess.run([*run, "100"], capture_output=True, text=True, check=False)
+    assert "too many files: " in done.stderr
+    assert "a process may open 100; raise that (ulimit -Hn)" in done.stderr

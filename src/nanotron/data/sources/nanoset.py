@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,8 @@ import numpy.typing as npt
 from nanotron.data.order.permutation import Indices
 from nanotron.data.sources.partial_files import ensure, partial_file
 from nanotron.errors import ConfigError
+
+FILES_LEFT = 64  # for all but data: checkpoints, connections, logs
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,27 @@ def read_metadata(path: str) -> Metadata | None:
 def memory_map(path: str) -> mmap.mmap:
     """The file, mapped read-only; no page of it is read until it is touched, and no more than is touched."""
     with open(path, "rb") as file:
+        kept = os.dup(file.fileno())  # as the map will
+        os.close(kept)
+        _keep_room(path, kept)
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):
         # Otherwise the kernel reads 128 KiB around each 4 KiB window, thirty times what a shuffled order needs.
         mapped.madvise(mmap.MADV_RANDOM)
     return mapped
+
+
+def _keep_room(path: str, descriptor: int) -> None:
+    """Raise this process's limit of open files before maps, of which each holds a file open, come near to it."""
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY or descriptor < limit - FILES_LEFT:
+        return
+    if limit == highest:
+        raise ConfigError(
+            f"{path}: too many files: {descriptor} are open, and a process may open {highest}; raise that "
+            "(ulimit -Hn), or write fewer and larger files"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))
 
 
 class MappedTokens:
