@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, visible
 from nanotron.launch.streams import open_streams
 
 app = typer.Typer(name="nanotron", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -52,11 +52,11 @@ def check(
 
     checked = examine(config_file, override, nproc)
     for notice in checked.notices:
-        print(notice, file=sys.stderr)
+        print(visible(notice), file=sys.stderr)
     if resolved:
         print(dump(checked.config.to_dict()), end="")
     else:
-        print(marked(checked), "", *summary(checked.config), sep="\n")
+        print(marked(checked), "", *map(visible, summary(checked.config)), sep="\n")
 
 
 @app.command("export-hf")
@@ -72,7 +72,7 @@ def export_hf(
     from nanotron.convert.exporting import export_hf as run
 
     for notice in run(checkpoint, target, dtype=dtype):
-        print(notice, file=sys.stderr)
+        print(visible(notice), file=sys.stderr)
     print(f"{target}: a Hugging Face model, made from {checkpoint}")
 
 
@@ -139,7 +139,7 @@ def inspect(
             )
         lines = inspect_checkpoint(path)
     for line in lines:
-        print(line)
+        print(visible(line))
 
 
 @app.command()

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """The text with escapes for what a terminal would obey: control characters but tab and newline, and directions."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class ConfigError(ValueError):
@@ -12,5 +20,5 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [visible(line) for line in ([problems] if isinstance(problems, str) else problems)]
         super().__init__("\n".join(self.problems))

@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 
+from nanotron.errors import visible
 from nanotron.parallel.mesh import Mesh
 
 ROOT = "nanotron"
@@ -26,10 +27,17 @@ def set_up_logging(level: str, level_replica: str, mesh: Mesh) -> None:
     logger = logging.getLogger(ROOT)
     logger.setLevel((level if mesh.rank == 0 else level_replica).upper())
     handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter(_line_format(mesh), datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(_Visible(_line_format(mesh), datefmt="%Y-%m-%d %H:%M:%S"))
     logger.handlers = [handler]
     logging.raiseExceptions = False  # a line that nobody takes (a closed pipe, a full disk) is no traceback
     logger.propagate = False
+
+
+class _Visible(logging.Formatter):
+    """Lines hold names and data of others', which are shown to the terminal, not obeyed by it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def _line_format(mesh: Mesh) -> str:

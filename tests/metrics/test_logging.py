@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from nanotron.errors import ConfigError
 from nanotron.logging import get_logger, set_up_logging
 from nanotron.parallel.mesh import Mesh
 
@@ -34,3 +35,12 @@ def test_rank_zero_speaks_at_its_level_and_the_others_at_theirs(capsys: pytest.C
 
 def test_one_process_has_no_coordinates_in_its_prefix(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, Mesh()) == ["INFO] an info", "WARNING] a warning"]
+
+
+def test_what_a_terminal_would_obey_is_shown_in_errors_and_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile, shown = "a\x1b]0;x\x07\x9b\r\u202eb\té", "a\\x1b]0;x\\x07\\x9b\\r\\u202eb\té"
+    assert ConfigError(hostile).problems == [shown]
+    assert str(ConfigError([hostile, shown])) == f"{shown}\n{shown}"
+    set_up_logging("info", "info", Mesh())
+    get_logger("x").info(hostile)
+    assert capsys.readouterr().out.endswith(f"] {shown}\n")

@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from nanotron.errors import visible
 from nanotron.logging import human_duration, human_format
 from nanotron.metrics.step_clock import TimeLeft
 
@@ -64,7 +65,7 @@ class Display:
     """The picture of one run; ``refresh`` draws the rows that have arrived."""
 
     def __init__(self, tail: Tail, *, name: str, train_steps: int, console: Console | None = None) -> None:
-        self._tail, self._name, self._train_steps = tail, name, train_steps
+        self._tail, self._name, self._train_steps = tail, visible(name), train_steps
         self._losses: deque[float] = deque(maxlen=4096)
         self._left = TimeLeft()
         self._row: dict[str, Any] | None = None
@@ -87,7 +88,7 @@ class Display:
 
     def print(self, line: str) -> None:
         """Show a line of the run's own output above the display."""
-        self.live.console.print(line, markup=False, highlight=False)
+        self.live.console.print(visible(line), markup=False, highlight=False)
 
     def _draw(self) -> Group | Text:
         if self._row is None:
