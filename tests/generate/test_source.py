@@ -72,3 +72,9 @@ def test_prompts_that_the_model_cannot_go_on_from_are_refused(run: Path) -> None
 def test_a_layout_that_the_model_cannot_have_is_refused(run: Path, layout: dict[str, int], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         laid_out(open_source(str(run)).config, **layout)
+
+
+def test_generation_cuts_no_sequences_whatever_the_run_did(run: Path) -> None:
+    config = open_source(str(run)).config
+    config.parallelism.context_parallel_size = 2
+    assert laid_out(config, tp=2, pp=1).parallelism.world_size == 2
