@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from nanotron.batch import IGNORED_LABEL, Batch, document_spans
 from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.specs import StageModules, decoder_specs
+from nanotron.ops.recompute import Recompute
 from nanotron.parallel.comm import all_reduce
 from nanotron.parallel.mesh import Mesh, training_axes
 from nanotron.parallel.params import Box
@@ -120,6 +121,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sequence parallel": {"sequence_parallel": True},
     "sequence parallel, gathered input kept": {"sequence_parallel": True, "recompute_allgather": False},
     "sequence parallel, recompute": {"sequence_parallel": True, "recompute": True},
+    "sequence parallel, selective": {"sequence_parallel": True, "recompute": "selective"},
 }
 
 
@@ -142,14 +144,37 @@ def test_tensor_parallel_chunk_equals_one_device(
 # ------------------------------------------------------------- what must not matter
 
 
-def test_recomputed_layers_have_the_same_gradients_in_every_bit() -> None:
-    config, batch = tiny_config("qwen3"), tiny_batch()
+def gradients_of_each(
+    rank: int, world: int, family: str, facts: dict[str, Any], options: dict[str, Any]
+) -> list[dict[str, Tensor]]:
+    """This rank's gradients without recomputation, with it, and with what is selective."""
+    config = tiny_config(family, **facts)
+    mesh = Mesh(training_axes(dp=1, tp=world, pp=1, num_key_value_heads=2), rank)
+    if world > 1:
+        mesh.create_groups()
     found = []
-    for recompute in (False, True):
-        model = whole_model(config, dtype=torch.float32, recompute=recompute)
-        mean_loss(model, batch)[1].backward()  # type: ignore[no-untyped-call]
+    for recompute in get_args(Recompute):
+        model = whole_model(config, mesh, dtype=torch.float32, recompute=recompute, **options)
+        mean_loss(model, tiny_batch())[1].backward()  # type: ignore[no-untyped-call]
         found.append(gradients(model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "facts", "tp", "options"),
+    [
+        ("qwen3", {}, 1, {}),
+        ("llama", {"attention_bias": True}, 2, {}),
+        ("qwen2", {}, 2, {"sequence_parallel": True, "overlap": True}),
+        ("llama", {}, 2, {"sequence_parallel": True, "recompute_allgather": False}),
+    ],
+)
+def test_recomputed_layers_have_the_same_gradients_in_every_bit(
+    pool: Pool, family: str, facts: dict[str, Any], tp: int, options: dict[str, Any]
+) -> None:
+    for plain, *others in pool.run(tp, gradients_of_each, family, facts, options):
+        for other in others:
+            assert [name for name in plain if not torch.equal(plain[name], other[name])] == []
 
 
 def report(reported: list[str], names: dict[Tensor, str], weight: Tensor) -> None:

@@ -31,7 +31,7 @@ class Case:
     tp_mode: str = "ALL_REDUCE"
     zero_stage: int = 0
     rows: int | None = None  # of a microbatch; None: as many as leave two, or pp + 1 for a pipeline to fill and drain
-    recompute_layer: bool = False
+    recompute_layer: bool | str = False
     tp_recompute_allgather: bool = True
     overlap: bool = False
     compile: bool = False
@@ -153,6 +153,8 @@ def named_cases() -> list[Case]:
         Case(tp=2, pp=2, recompute_layer=True, tp_mode="REDUCE_SCATTER", dtype="float64"),
         Case(tp=2, tp_mode="REDUCE_SCATTER", tp_recompute_allgather=False),
         Case(tp=2, tp_mode="REDUCE_SCATTER", overlap=True),
+        Case(tp=2, recompute_layer="selective", family="qwen3", documents=True),
+        Case(tp=2, pp=2, schedule="zb_h1", recompute_layer="selective", tp_mode="REDUCE_SCATTER", dtype="float64"),
         Case(
             tp=4, family="qwen2", tp_mode="REDUCE_SCATTER", overlap=True, tp_recompute_allgather=False, dtype="float64"
         ),
@@ -190,6 +192,7 @@ def context_cases() -> list[Case]:
         Case(cp=2, dp=2, zero_stage=1, dtype="float64"),
         Case(cp=2, dp=2, documents=True),
         Case(cp=2, tp=2, tp_mode="REDUCE_SCATTER", recompute_layer=True, documents=True, dtype="float64"),
+        Case(cp=2, tp=2, tp_mode="REDUCE_SCATTER", recompute_layer="selective", documents=True, dtype="float64"),
         Case(cp=2, tp=4, loss_chunk=7, z_loss=True),  # more tp ranks than key/value heads
         Case(cp=2, pp=2, schedule="zb_h1", tied=True, zero_stage=1, dtype="float64"),
         Case(cp=2, pp=2, schedule="zbv", documents=True),

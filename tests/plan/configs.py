@@ -18,7 +18,7 @@ def small(
     cp_mode: str = "ALL_GATHER",
     schedule: str = "1f1b",
     sequence_parallel: bool = False,
-    recompute: bool = False,
+    recompute: bool | str = False,
     zero: int = 1,
     dtype: str = "float32",
     sum_in_fp32: bool = True,

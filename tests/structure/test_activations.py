@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,8 +15,11 @@ from nanotron.data.context import ContextCut
 from nanotron.models.specs import StageModules
 from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.kernels import Kernels
+from nanotron.ops.recompute import Recompute
+from nanotron.plan.counting import Counting
 from nanotron.plan.fakes import FakeMesh, counting
-from nanotron.plan.measure import measure_chunk
+from nanotron.plan.measure import ChunkCounts, measure_chunk
+from tests.models.tiny import mean_loss, tiny_batch, tiny_config, whole_model
 from tests.plan.configs import small
 from tests.pool import Pool
 from tests.structure.blocks import planned_block, real_block
@@ -24,6 +28,8 @@ SIZES: dict[str, Any] = {"hidden": 64, "micro_batch": 2, "sequence": 96}
 LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}]
 LAYOUTS += [{**layout, "dtype": "bfloat16"} for layout in LAYOUTS] + [{"tp": 2, "recompute": True}]
 LAYOUTS += [{"cp": 3}, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"cp": 2, "cp_mode": "ALL_TO_ALL"}]
+SELECTIVE: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True, "dtype": "bfloat16"}, {"cp": 2}]
+LAYOUTS += [{**layout, "recompute": "selective"} for layout in SELECTIVE]
 
 
 def kept_bytes(config: Config, *, accelerator: bool) -> int:
@@ -40,8 +46,10 @@ def kept_bytes(config: Config, *, accelerator: bool) -> int:
     entered = between if layout.tp_recompute_allgather else d
     size = torch.empty(0, dtype=getattr(torch, config.model.dtype)).element_size()
     half = size == 2 and not accelerator
-    if layout.recompute_layer:
+    if layout.recompute_layer is True:
         per_token = size * between
+    elif layout.recompute_layer == "selective":
+        per_token = size * (2 * between + (heads + 2 * kv_heads) * e + 2 * f // t)  # input, and products but the last
     else:
         per_token = size * 2 * entered  # what enters attention and MLP
         per_token += size * (2 * heads + kv_heads) * e  # q and k, rotated; what attention gives
@@ -118,3 +126,41 @@ def peak_of_attention(length: int, cp: int, mode: ContextMode) -> int:
         attended = context_attention(*leaves, spans, mesh, mode=mode, kernels="accelerator")
         torch.autograd.grad(attended, leaves, torch.empty_like(attended))
         return counter.peak
+
+
+def counts(layout: dict[str, Any], recompute: bool | str) -> ChunkCounts:
+    return measure_chunk(
+        small(**SIZES, **layout, recompute=recompute), StageModules(range(2), embed=False, head=False), "accelerator"
+    )
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=["one", "tp", "sp"])
+def test_selective_recomputation_multiplies_nothing_again_and_sends_nothing_over_tp_again(
+    layout: dict[str, Any],
+) -> None:
+    plain, selective, whole = (counts(layout, recompute) for recompute in (False, "selective", True))
+    again = {key for key in plain.backward if selective.backward[key] != plain.backward[key]}
+    assert again == {"attention", "moved", "kernels"}
+    assert selective.forward == plain.forward
+    assert selective.backward["attention"] == whole.backward["attention"]
+    assert selective.backward["matmul"] < whole.backward["matmul"]
+
+
+@pytest.mark.parametrize("recompute", get_args(Recompute))
+def test_what_layers_keep_is_gone_after_their_backward_and_with_a_forward_that_has_none(recompute: Any) -> None:
+    model, batch = whole_model(tiny_config(), dtype=torch.float32, recompute=recompute), tiny_batch()
+    with Counting() as counter:
+        mean_loss(model, batch)[1].backward()  # type: ignore[no-untyped-call]
+        gc.collect()
+        before = counter.alive
+        gc.disable()  # tensors and their graph may not hold each other
+        try:
+            loss = mean_loss(model, batch)[1]
+            assert counter.alive > before + 10_000
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+            assert counter.alive == before
+            mean_loss(model, batch)
+            assert counter.alive == before
+        finally:
+            gc.enable()

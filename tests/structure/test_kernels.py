@@ -21,6 +21,7 @@ ONE: dict[str, Any] = {"hidden": 64, "micro_batch": 2, "sequence": 64}
 TP = {**ONE, "tp": 2}
 SEQUENCE_PARALLEL = {**TP, "sequence_parallel": True}
 RECOMPUTE = {**ONE, "recompute": True}
+SELECTIVE = {**ONE, "recompute": "selective"}
 
 # layout; forward and backward of a block in float32, with an accelerator's kernels and with a CPU's
 KERNELS = [
@@ -28,6 +29,7 @@ KERNELS = [
     (TP, (26, 41), (49, 91)),
     (SEQUENCE_PARALLEL, (30, 47), (53, 97)),
     (RECOMPUTE, (26, 66), (49, 139)),
+    (SELECTIVE, (26, 61), (49, 134)),
 ]
 ATTENTION = 32, (5, 11)  # of those of a CPU are for every so many tokens of a row; here there are 64 tokens
 TEMPORARIES = 5  # one for each weight's gradient, added to the float32 sum: in bfloat16, and by oneDNN
@@ -35,7 +37,7 @@ ON_A_CPU: list[tuple[Kernels, int]] = [("cpu", 0), ("cpu_onednn", TEMPORARIES)]
 
 
 @pytest.mark.parametrize(("kernels", "temporaries"), ON_A_CPU)
-@pytest.mark.parametrize(("layout", "accelerator", "cpu"), KERNELS, ids=["one", "tp", "sp", "recompute"])
+@pytest.mark.parametrize(("layout", "accelerator", "cpu"), KERNELS, ids=["one", "tp", "sp", "recompute", "selective"])
 def test_a_block_launches_this_many_kernels(
     layout: dict[str, Any], accelerator: tuple[int, int], cpu: tuple[int, int], kernels: Kernels, temporaries: int
 ) -> None:
@@ -47,7 +49,9 @@ def test_a_block_launches_this_many_kernels(
 
 @pytest.mark.parametrize(("kernels", "temporaries"), ON_A_CPU)
 @pytest.mark.parametrize(
-    ("layout", "cpu"), [(ONE, KERNELS[0][2]), (RECOMPUTE, KERNELS[3][2])], ids=["one", "recompute"]
+    ("layout", "cpu"),
+    [(ONE, KERNELS[0][2]), (RECOMPUTE, KERNELS[3][2]), (SELECTIVE, KERNELS[4][2])],
+    ids=["one", "recompute", "selective"],
 )
 def test_a_real_block_launches_as_many(
     layout: dict[str, Any], cpu: tuple[int, int], kernels: Kernels, temporaries: int

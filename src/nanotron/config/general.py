@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
 from nanotron.config.compat.retired import GENERAL, PARALLELISM, PROFILER, TOKENIZER, retires
-from nanotron.config.keys import Derived, Float, Int, Lower, Reads, Upper, derived, fill, key, required, section
+from nanotron.config.keys import (
+    Derived,
+    Float,
+    Int,
+    Lower,
+    Reads,
+    Upper,
+    derived,
+    fill,
+    in_any_case,
+    key,
+    required,
+    section,
+)
 from nanotron.pipeline.schedules import default_virtual_stages
 
 LogLevel = Lower[Literal["debug", "info", "warning", "error", "critical"]]
@@ -46,6 +60,20 @@ def _schedule_name(value: Any) -> Any:
 ScheduleName = Annotated[str, Reads(_schedule_name, lambda legal: legal)]
 
 
+def _true_false_or_a_name(value: Any) -> Any:
+    """Read the words for true and false as for any other key; leave the rest, but for its case."""
+    with suppress(ValidationError):
+        return _TRUTH.validate_python(value)
+    return value.lower() if isinstance(value, str) else value
+
+
+_TRUTH = TypeAdapter(bool)
+Recomputation = Annotated[
+    Literal[False, True, "selective"],
+    Reads(_true_false_or_a_name, lambda _: {"anyOf": [{"type": "boolean"}, in_any_case(["selective"])]}),
+]
+
+
 @section
 @retires(PARALLELISM)
 class ParallelismArgs:
@@ -64,8 +92,10 @@ class ParallelismArgs:
         False,
         "Run matrix products while tensor-parallel communication is on its way. Meant for GPUs; brings little on CPUs.",
     )
-    recompute_layer: bool = key(
-        False, "Keep only each layer's input for the backward pass and compute the layer again there."
+    recompute_layer: Recomputation = key(
+        False,
+        "Keep only each layer's input for the backward pass and compute the layer again there;"
+        " `selective` keeps what its matrix products gave too, and computes all but these again.",
     )
     tp_recompute_allgather: bool = key(
         True, "Under REDUCE_SCATTER, gather a linear layer's input again in the backward pass instead of keeping it."

@@ -99,10 +99,11 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def _not_a_choice(expected: str, value: Any) -> str:
-    choices = [part.strip("'") for part in expected.replace(" or ", ", ").split(", ")]
+    named = expected.replace(" or ", ", ").split(", ")
+    choices = [part.strip("'") if part.startswith("'") else part.lower() for part in named]  # true as YAML has it
     guess = nearest(str(value), choices)
     if len(choices) == 1:
-        return f"{show(value)} is not legal; only {choices[0].lower()} is"
+        return f"{show(value)} is not legal; only {choices[0]} is"
     hint = f"; did you mean {guess}?" if guess else ""
     return f"{show(value)} is not one of {', '.join(choices)}{hint}"
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from nanotron.batch import Batch, Spans
 from nanotron.models.cache import LayerCache
@@ -28,6 +27,7 @@ from nanotron.ops.embedding import embedding
 from nanotron.ops.fused import Fuse, add_and_norm, as_written, queries_and_keys, rms_norm, swiglu
 from nanotron.ops.kernels import Kernels, kernels_of
 from nanotron.ops.linear import TensorParallel, linear
+from nanotron.ops.recompute import Recompute, recomputed
 from nanotron.ops.rope import Rotary, rotary_frequencies
 from nanotron.parallel.comm import copy_to, gather
 from nanotron.parallel.mesh import Mesh
@@ -48,8 +48,11 @@ class ChunkOptions:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     sequence_parallel: bool = False
-    recompute: bool = False
-    """Activation checkpointing: keep each layer's input only, and compute the layer again in backward."""
+    recompute: Recompute = False
+    """Activation checkpointing: keep each layer's input only, and compute the layer again in backward.
+
+    ``"selective"``: keep what its products gave too, and compute norms, attention and what is elementwise again.
+    """
     recompute_allgather: bool = True
     """Under sequence parallelism, keep this rank's tokens of a gathered input only, and gather it again in backward."""
     overlap: bool = False
@@ -168,10 +171,11 @@ class DecoderChunk(nn.Module):
         assert x is not None, "only the first chunk starts from tokens"
         rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=self.config.rope_interleaved)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
+        products = self.tp.products if self.options.recompute == "selective" else None
         for block, kept in zip(self.layers, caches, strict=True):
             self.hooks.before_block(str(block.name))
             if self.options.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rotary, batch.spans, use_reentrant=False, preserve_rng_state=False)
+                x = recomputed(block, x, rotary, batch.spans, products=products)
             else:
                 x = block(x, rotary, batch.spans, kept)
             metrics |= self._measured(str(block.name), x)
@@ -215,7 +219,7 @@ class DecoderChunk(nn.Module):
 
         x = gather(x, self.mesh, "tp", dim=1) if self.tp.sequence_parallel else copy_to(x, self.mesh, "tp")
         sums = [
-            checkpoint(loss_of, part, part_labels, use_reentrant=False, preserve_rng_state=False)
+            recomputed(loss_of, part, part_labels)
             for part, part_labels in zip(torch.split(x, size, 1), torch.split(labels, size, 1), strict=True)
         ]
         lm, squared_log_z = zip(*sums, strict=True)

@@ -7,7 +7,7 @@ Activations between blocks are [b, s, d], or [b, s/t, d] under sequence parallel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from nanotron.ops.gemm import add_product, product
 from nanotron.ops.kernels import Kernels
+from nanotron.ops.recompute import Products
 from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.comm import (
     AsyncHandle,
@@ -46,6 +47,8 @@ class TensorParallel:
     overlap: bool = False
     """Multiply while tensors are under way: same numbers but for rounding, and two more copies of an output."""
     kernels: Kernels = "accelerator"
+    products: Products = field(default_factory=Products)
+    """What was multiplied in the layer that is under way, where that is kept."""
 
     def awaited(self, arrival: AsyncHandle) -> AsyncHandle:
         """The arrival itself where communication is overlapped; else the same one, waited for already."""
@@ -94,21 +97,16 @@ class _Linear(Function):
     def forward(
         ctx: Any, x: Tensor, tp: TensorParallel, enter: Enter | None, exit: Exit | None, count: int, *params: Tensor
     ) -> tuple[Tensor, ...]:
-        group = tp.mesh.group("tp")
         weights, biases = params[:count], params[count:]
-        on_entry = biases if not exit else ()
-        if enter == "gather" and tp.overlap:
-            entered, outputs = _multiply_while_gathering(x, weights, on_entry, tp)
-        else:
-            entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
-            outputs = _products(entered, weights, on_entry, tp.kernels)
-        if exit == "sum":
-            outputs = [all_reduce_(y, group) for y in outputs]
-        if exit == "scatter":
-            outputs = [reduce_scatter(y, group, dim=1) for y in outputs]  # [b, s, n] -> [b, s/t, n]
-        if exit and biases:
-            outputs = [y.add_(bias) for y, bias in zip(outputs, biases, strict=True)]
         ctx.gathers_again = enter == "gather" and tp.recompute_allgather
+        outputs = tp.products.recall()
+        if outputs is None:
+            entered, outputs = _multiplied(x, weights, biases, tp, enter, exit)
+            tp.products.keep(outputs)
+        elif enter == "gather" and not ctx.gathers_again:
+            entered = all_gather(x, tp.mesh.group("tp"), dim=1)  # [b, s/t, k] -> [b, s, k]
+        else:
+            entered = x
         ctx.save_for_backward(x if ctx.gathers_again else entered)
         ctx.tp, ctx.enter, ctx.exit, ctx.weights, ctx.biases = tp, enter, exit, weights, biases
         return tuple(outputs)
@@ -133,6 +131,31 @@ class _Linear(Function):
             for w, grad in zip(ctx.weights, grads, strict=True)
         ]
         return leaving and leaving(), None, None, None, None, *weight_grads, *bias_grads
+
+
+def _multiplied(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    tp: TensorParallel,
+    enter: Enter | None,
+    exit: Exit | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """What ``linear`` gives, and the x that was multiplied, [b, s, k]."""
+    group = tp.mesh.group("tp")
+    on_entry = biases if not exit else ()
+    if enter == "gather" and tp.overlap:
+        entered, outputs = _multiply_while_gathering(x, weights, on_entry, tp)
+    else:
+        entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
+        outputs = _products(entered, weights, on_entry, tp.kernels)
+    if exit == "sum":
+        outputs = [all_reduce_(y, group) for y in outputs]
+    if exit == "scatter":
+        outputs = [reduce_scatter(y, group, dim=1) for y in outputs]  # [b, s, n] -> [b, s/t, n]
+    if exit and biases:
+        outputs = [y.add_(bias) for y, bias in zip(outputs, biases, strict=True)]
+    return entered, outputs
 
 
 def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], kernels: Kernels) -> list[Tensor]:

@@ -116,8 +116,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._storages:
             return False
-        self._storages[key] = (storage.nbytes(), tuple(tensor.shape))
-        self.alive += storage.nbytes()
+        nbytes = 0 if tensor.is_meta else storage.nbytes()
+        self._storages[key] = (nbytes, tuple(tensor.shape))
+        self.alive += nbytes
         self.peak = max(self.peak, self.alive)
         weakref.finalize(storage, self._frees, key)
         return True

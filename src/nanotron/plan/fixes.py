@@ -51,6 +51,8 @@ def _changes(config: Config) -> Iterator[Change]:
     layout, tokens = config.parallelism, config.tokens
     rows, accumulation = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
     if not layout.recompute_layer:
+        yield {"parallelism.recompute_layer": "selective"}
+    if layout.recompute_layer is not True:
         yield {"parallelism.recompute_layer": True}
     if layout.tp > 1 and not layout.sequence_parallel:
         yield {"parallelism.tp_mode": "REDUCE_SCATTER"}

@@ -79,7 +79,7 @@ def legal_layouts(planner: Planner, config: Config, num_devices: int) -> Iterato
         for cp, cp_mode in cuts
         if pp <= layers and num_devices % (tp * pp * cp) == 0
     ]
-    for (dp, tp, pp, cp, cp_mode), rows, recompute in product(sizes, MICRO_BATCHES, (False, True)):
+    for (dp, tp, pp, cp, cp_mode), rows, recompute in product(sizes, MICRO_BATCHES, (False, "selective", True)):
         if cp > 1 and rows > 1:
             continue
         for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:

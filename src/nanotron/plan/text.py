@@ -50,9 +50,10 @@ def search_text(found: Found) -> str:
     for _, plan in found.best:
         layout, tokens = plan.config.parallelism, plan.config.tokens
         micro = f"{tokens.micro_batch_size} × {tokens.batch_accumulation_per_replica}"
+        recomputed = {False: "no", True: "yes", "selective": "selective"}[layout.recompute_layer]
         schedule = layout.pp_engine if layout.pp > 1 else "-"
         line = f"{layout.dp:>5}{_cut(layout):>8}{layout.tp:>4}{layout.pp:>4}  {schedule:<17}{micro:>11}"
-        line += f"{plan.config.optimizer.zero_stage:>5}{'yes' if layout.recompute_layer else 'no':>10}"
+        line += f"{plan.config.optimizer.zero_stage:>5}{recomputed:>10}"
         line += f"{plan.worst.memory.total / GIB:>7.1f}{plan.bubble:>8.1%}{human_format(plan.tokens_per_second):>10}"
         lines.append(f"{line}{plan.mfu:>7.1%}")
     if any(plan.config.parallelism.context_parallel_size > 1 for _, plan in found.best):
@@ -71,7 +72,7 @@ def _heading(plan: Plan) -> list[str]:
     parameters = sum(spec.numel for spec in parameter_specs(config).values())
     nodes = -(-layout.world_size // cluster.per_node)
     tokens = config.tokens
-    recompute = ", recompute" if layout.recompute_layer else ""
+    recompute = {False: "", True: ", recompute", "selective": ", selective recompute"}[layout.recompute_layer]
     return [
         f"{human_format(parameters)} parameters in {config.model.dtype} on {layout.world_size} × {cluster.device.name}"
         f" ({nodes} node{'s'[: nodes > 1]} of {cluster.per_node})",

@@ -1,0 +1,60 @@
+"""Layers that are computed again in backward: from their input alone, or with what was multiplied still at hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+Result = TypeVar("Result")
+Recompute = Literal[False, True, "selective"]
+"""What a layer keeps for its backward: all (False), its input alone (True), or that and what its products gave."""
+
+
+class Products:
+    """The results of a layer's matrix products, kept by its forward for when the layer is computed again.
+
+    The last ones are not kept. Nothing in the layer needs their values in backward: computing it again ends where the
+    last product has its input back.
+    """
+
+    def __init__(self) -> None:
+        self._kept: deque[list[Tensor]] | None = None
+        self._again = False
+
+    def keep(self, results: Sequence[Tensor]) -> None:
+        """Keep a product's results, after their collectives, if a layer's forward is under way that is to."""
+        if self._kept is not None:
+            self._kept.append([result.detach() for result in results])  # autograd makes the others point at the layer
+
+    def recall(self) -> list[Tensor] | None:
+        """The results of the next product of a layer that is computed again; None: there is none, multiply."""
+        return self._kept.popleft() if self._kept is not None and self._again else None
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """What goes around a layer's forward, and what around its being computed again."""
+        kept = deque[list[Tensor]]()
+        return self._around(kept, again=False), self._around(kept, again=True)
+
+    @contextmanager
+    def _around(self, kept: deque[list[Tensor]], *, again: bool) -> Iterator[None]:
+        self._kept, self._again = kept, again
+        try:
+            yield
+        finally:
+            self._kept = None
+        if not again:
+            shapes = [torch.empty_like(result, device="meta") for result in kept.pop()]  # to read them would fail
+            kept.append(shapes)
+
+
+def recomputed(layer: Callable[..., Result], *inputs: Any, products: Products | None = None) -> Result:
+    """``layer(*inputs)``, computed again in backward; given ``products``, without multiplying again."""
+    contexts = noop_context_fn if products is None else products.contexts
+    result: Result = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return result
