@@ -99,6 +99,7 @@ def test_a_starter_config_is_taken_by_editors(preset: str) -> None:
         "optimizer: {learning_rate_scheduler: {learning_rate: '3e-4', lr_decay_style: Cosine, lr_warmup_style: null}}",
         "tokens: {sequence_length: 10.0, train_steps: '1_000', micro_batch_size: 1e3}",
         "parallelism: {pp_engine: 1F1B, tp_mode: reduce_scatter, recompute_layer: yes, tp_recompute_allgather: 0}",
+        "parallelism: {recompute_layer: Selective}",
         "parallelism: {expert_parallel_size: 1, context_parallel_size: 1, moe_layer_recompute: false}",
         "general: {ignore_sanity_checks: true, step: null}",
         "logging: null",

@@ -18,7 +18,8 @@ from nanotron.plan.layouts import changed, is_legal
 from nanotron.plan.measure import measure_chunk
 from nanotron.plan.predict import Planner
 from nanotron.plan.search import Found, legal_layouts
-from nanotron.plan.text import search_text
+from nanotron.plan.text import plan_text, search_text
+from nanotron.training.topology import pipeline_schedule
 from tests.plan.configs import small
 
 CONTEXT = "parallelism.context_parallel_size"
@@ -82,9 +83,16 @@ def test_replicas_share_optimizer_state_and_nothing_else(planner: Planner) -> No
 
 
 def test_recomputation_keeps_less_and_computes_more(planner: Planner) -> None:
-    plain, again = planner.plan(small(layers=8)), planner.plan(small(layers=8, recompute=True))
-    assert again.worst.memory.activations < 0.6 * plain.worst.memory.activations
-    assert again.step_seconds > plain.step_seconds
+    plain, selective, whole = (planner.plan(small(layers=8, recompute=each)) for each in (False, "selective", True))
+    assert selective.worst.memory.activations < 0.7 * plain.worst.memory.activations
+    assert whole.worst.memory.activations < 0.9 * selective.worst.memory.activations
+    assert plain.step_seconds < selective.step_seconds < whole.step_seconds
+    assert ", selective recompute\n" in plan_text(selective)
+
+
+@pytest.mark.parametrize("recompute", [False, "selective", True])
+def test_a_gradient_leaves_before_the_weight_gradients_unless_layers_are_recomputed(recompute: bool | str) -> None:
+    assert pipeline_schedule(small(pp=2, recompute=recompute)).sends_before_weights is not bool(recompute)
 
 
 def test_context_parallelism_is_planned_over_its_own_links(tmp_path: Path) -> None:

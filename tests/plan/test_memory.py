@@ -36,7 +36,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "zb_h1"},
     {"pp": 2, "schedule": "zbv", "tied": True, "layers": 8},
     {"pp": 2, "schedule": "interleaved_1f1b", "layers": 8},
-    {"recompute": True, "loss_chunk": 64},
+    {"recompute": "selective", "loss_chunk": 64},
     {"pp": 2, "layers": 10, "window": 20, "window_layers": [0, 1, 2, 4, 5, 6, 8, 9]},
 ]
 PLANNER = Planner(find_cluster("cpu", 8))  # measures what layouts share once

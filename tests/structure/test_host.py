@@ -73,6 +73,7 @@ def batches(case: Case, device: str) -> list[Batch]:
         Case(),
         Case(documents=True, dtype="bfloat16"),
         Case(documents=True, recompute_layer=True, tied=True, family="qwen3"),
+        Case(recompute_layer="selective"),
         Case(loss_chunk=7, z_loss=True, family="qwen2", dtype="bfloat16"),
     ],
     ids=str,

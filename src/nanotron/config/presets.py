@@ -129,7 +129,7 @@ parallelism: # the product of its sizes is the number of ranks; they change spee
   pp: {pp} # groups of layers
   pp_engine: 1f1b
   tp_mode: {mode} # REDUCE_SCATTER is sequence parallelism: less activation memory
-  recompute_layer: {recompute} # true: less activation memory for a third more computation
+  recompute_layer: {recompute} # selective: half the activation memory; true: least, for a third more work
 
 model:
   dtype: {dtype}{chunk_line}
