@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.retention import read_index
 from nanotron.checkpoint.storage import open_folder
@@ -37,11 +37,11 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def make_pieces(gib: float) -> list[Piece]:
+def make_pieces(gib: float) -> list[StateShard]:
     """A model state of random tensors."""
     shape = (ROWS, COLUMNS)
     count = max(1, round(gib * 2**30 / (4 * ROWS * COLUMNS)))
-    return [Piece("weight", f"p{i}", shape, Box((0, 0), shape), torch.randn(shape)) for i in range(count)]
+    return [StateShard("weight", f"p{i}", shape, Box((0, 0), shape), torch.randn(shape)) for i in range(count)]
 
 
 def write_plainly(path: Path, size: int) -> None:
@@ -67,13 +67,13 @@ def drop_from_cache(path: Path) -> None:
     os.close(file)
 
 
-def copy(pieces: list[Piece], into: list[Piece]) -> None:
+def copy(pieces: list[StateShard], into: list[StateShard]) -> None:
     """Copy every tensor."""
     for piece, target in zip(pieces, into, strict=True):
         target.tensor.copy_(piece.tensor)
 
 
-def one_round(folder: Path, saver: Saver, pieces: list[Piece], loaded: list[Piece]) -> dict[str, float]:
+def one_round(folder: Path, saver: Saver, pieces: list[StateShard], loaded: list[StateShard]) -> dict[str, float]:
     """Seconds of each contender, once."""
     plain, shard = folder / "plain", folder / "1" / "shard-00000-of-00001.safetensors"
     seconds = {"write": timed(lambda: write_plainly(plain, sum(piece.tensor.nbytes for piece in pieces)))}

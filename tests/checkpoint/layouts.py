@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box, Init, ParamSpec, flat_range_boxes
 
@@ -38,7 +38,7 @@ def pieces_of(
     *,
     zero: bool,
     kinds: tuple[str, ...],
-) -> list[Piece]:
+) -> list[StateShard]:
     """What one rank holds: whole local shards of weights, and its ZeRO cut of the rest; zeros without ``tensors``."""
     pieces = []
     for kind, parameter in product(kinds, specs):
@@ -47,7 +47,7 @@ def pieces_of(
         writes = parameter.is_owner(mesh) and (sharded or mesh.coord("dp") == 0)
         for box in zero_boxes(local, mesh) if sharded else [local]:
             held = torch.zeros(box.shape) if tensors is None else tensors[f"{kind}/{parameter.name}"][box.slices()]
-            pieces.append(Piece(kind, parameter.name, parameter.shape, box, held, writes))
+            pieces.append(StateShard(kind, parameter.name, parameter.shape, box, held, writes))
     return pieces
 
 
@@ -60,7 +60,7 @@ def zero_boxes(local: Box, mesh: Mesh) -> Iterator[Box]:
         yield Box(tuple(a + b for a, b in zip(local.offset, box.offset, strict=True)), box.shape)
 
 
-def wrong_pieces(pieces: list[Piece], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def wrong_pieces(pieces: list[StateShard], tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Names of the pieces that do not hold their part of the global tensors, bit for bit."""
     return [
         f"{piece.kind}/{piece.name}{tuple(piece.box)}"

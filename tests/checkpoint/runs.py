@@ -79,9 +79,9 @@ def save_again(rank: int, world: int, values: dict[str, Any], source: str, targe
     mesh = Mesh(mesh_axes(config), rank)
     mesh.create_groups()
     training = Training(config, mesh, torch.device("cpu"))
-    load(source, training.pieces())
+    load(source, training.state_shards())
     saver = Saver(target, rank, world, dist.distributed_c10d._get_default_store() if world > 1 else None)
-    saver.save(1, list(training.pieces()), {})
+    saver.save(1, list(training.state_shards()), {})
     saver.wait()
     return saver.poll()
 

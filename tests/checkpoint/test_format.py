@@ -12,7 +12,7 @@ import pytest
 import torch
 import xxhash
 
-from nanotron.checkpoint.format import Index, Piece, header_bytes, parse_header
+from nanotron.checkpoint.format import Index, StateShard, header_bytes, parse_header
 from nanotron.checkpoint.write import Saver
 from nanotron.parallel.params import Box
 from tests.checkpoint.read_checkpoint import read_tensor
@@ -26,12 +26,12 @@ def saved(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     weight, moment = torch.randn(6, 4).bfloat16(), torch.randn(6, 4)
     pieces = [
-        Piece("weight", "w", (6, 4), Box((0, 0), (6, 4)), weight),
-        Piece("exp_avg", "w", (6, 4), Box((0, 0), (2, 4)), moment[:2]),
-        Piece("exp_avg", "w", (6, 4), Box((2, 0), (1, 3)), moment[2:3, :3]),
-        Piece("exp_avg", "w", (6, 4), Box((2, 3), (1, 1)), moment[2:3, 3:]),
-        Piece("exp_avg", "w", (6, 4), Box((3, 0), (3, 4)), moment[3:]),
-        Piece("weight", "norm", (), Box((), ()), torch.tensor(2.5, dtype=torch.float64)),
+        StateShard("weight", "w", (6, 4), Box((0, 0), (6, 4)), weight),
+        StateShard("exp_avg", "w", (6, 4), Box((0, 0), (2, 4)), moment[:2]),
+        StateShard("exp_avg", "w", (6, 4), Box((2, 0), (1, 3)), moment[2:3, :3]),
+        StateShard("exp_avg", "w", (6, 4), Box((2, 3), (1, 1)), moment[2:3, 3:]),
+        StateShard("exp_avg", "w", (6, 4), Box((3, 0), (3, 4)), moment[3:]),
+        StateShard("weight", "norm", (), Box((), ()), torch.tensor(2.5, dtype=torch.float64)),
     ]
     torch.save({"weight": weight.float(), "moment": moment}, tmp_path / "expected.pt")
     saver = Saver(str(tmp_path))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.inspect import inspect_checkpoint, is_checkpoint
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError
@@ -17,10 +17,10 @@ from nanotron.parallel.params import Box
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     weight = torch.tensor([[3.0, 0.0], [0.0, -4.0]])
-    halves = [Piece("exp_avg", "w", (2, 2), Box((row, 0), (1, 2)), weight[row : row + 1]) for row in range(2)]
+    halves = [StateShard("exp_avg", "w", (2, 2), Box((row, 0), (1, 2)), weight[row : row + 1]) for row in range(2)]
     saver = Saver(str(tmp_path))
     state = {"step": 7, "layout": {"dp": 2, "tp": 1}, "lr": 0.001}
-    saver.save(7, [Piece("weight", "w", (2, 2), Box((0, 0), (2, 2)), weight.bfloat16()), *halves], state)
+    saver.save(7, [StateShard("weight", "w", (2, 2), Box((0, 0), (2, 2)), weight.bfloat16()), *halves], state)
     assert saver.wait()
     return tmp_path
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.write import Saver
 from nanotron.errors import ConfigError
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def all_pieces(
     case: Case, name: str, layout: tuple[int, int, bool], tensors: dict[str, torch.Tensor] | None
-) -> list[Piece]:
+) -> list[StateShard]:
     dp, tp, zero = layout
     parameter = spec(name, case.shape, () if case.dim is None else (("tp", case.dim),))
     meshes = (Mesh({"dp": dp, "tp": tp}, rank) for rank in range(dp * tp))
@@ -118,7 +118,7 @@ def test_ranks_save_together_and_every_other_layout_reads_it(pool, tmp_path: Pat
             assert wrong_pieces(pieces, globals_of(SPECS, KINDS)) == []
 
 
-def rank_pieces(axes: dict[str, object], zero: bool, rank: int) -> list[Piece]:
+def rank_pieces(axes: dict[str, object], zero: bool, rank: int) -> list[StateShard]:
     mesh = Mesh(axes, rank)
     return pieces_of(stage_specs(mesh), mesh, None, zero=zero, kinds=KINDS)
 
@@ -127,15 +127,15 @@ def meshes(axes: dict[str, object]) -> list[Mesh]:
     return [Mesh(axes, rank) for rank in range(Mesh(axes).world)]
 
 
-def save_one(folder: Path, pieces: list[Piece]) -> str:
+def save_one(folder: Path, pieces: list[StateShard]) -> str:
     saver = Saver(str(folder))
     saver.save(1, pieces, {})
     assert saver.wait(), saver.poll()
     return str(folder / "1")
 
 
-def whole(kind: str, tensor: torch.Tensor) -> Piece:
-    return Piece(kind, "w", tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
+def whole(kind: str, tensor: torch.Tensor) -> StateShard:
+    return StateShard(kind, "w", tuple(tensor.shape), Box((0,) * tensor.dim(), tuple(tensor.shape)), tensor)
 
 
 @pytest.mark.parametrize(("saved", "wanted"), list(product([torch.float32, torch.bfloat16, torch.float64], repeat=2)))
@@ -178,7 +178,7 @@ def test_all_that_a_checkpoint_lacks_is_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_whose_index_lost_a_box_is_refused(tmp_path: Path) -> None:
-    halves = [Piece("weight", "w", (4, 2), Box((row, 0), (2, 2)), torch.ones(2, 2)) for row in (0, 2)]
+    halves = [StateShard("weight", "w", (4, 2), Box((row, 0), (2, 2)), torch.ones(2, 2)) for row in (0, 2)]
     checkpoint = save_one(tmp_path, halves)
     index = json.loads((tmp_path / "1" / "index.json").read_text())
     index["tensors"]["weight/w"]["boxes"].pop()
@@ -193,13 +193,13 @@ def test_a_rank_s_memory_grows_by_what_it_loads_and_not_by_the_file(tmp_path: Pa
     checkpoint = save_one(tmp_path, [whole("weight", torch.zeros(rows, 16 << 10))])
     script = (
         "import re, sys, torch\n"
-        "from nanotron.checkpoint.format import Piece\n"
+        "from nanotron.checkpoint.format import StateShard\n"
         "from nanotron.checkpoint.read import load\n"
         "from nanotron.parallel.params import Box\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1]) // 1024\n"
         f"shape, box = ({rows}, 16 << 10), Box((100, 0), ({part}, 16 << 10))\n"
         "before = peak()\n"
-        "load(sys.argv[1], [Piece('weight', 'w', shape, box, torch.empty(box.shape))])\n"
+        "load(sys.argv[1], [StateShard('weight', 'w', shape, box, torch.empty(box.shape))])\n"
         "print(peak() - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", script, checkpoint], capture_output=True, text=True, check=True)
@@ -208,7 +208,7 @@ def test_a_rank_s_memory_grows_by_what_it_loads_and_not_by_the_file(tmp_path: Pa
 
 def test_boxes_that_do_not_cover_their_tensor_are_never_committed(tmp_path: Path) -> None:
     saver = Saver(str(tmp_path))
-    saver.save(1, [Piece("weight", "w", (4, 2), Box((0, 0), (3, 2)), torch.ones(3, 2))], {})
+    saver.save(1, [StateShard("weight", "w", (4, 2), Box((0, 0), (3, 2)), torch.ones(3, 2))], {})
     assert not saver.wait()
     assert "weight/w: the ranks' boxes miss 2 elements of (4, 2)" in saver.poll()[0]
     assert not (tmp_path / "1" / "index.json").exists()

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotron.checkpoint.format import Damaged, Index, Piece, StoredFile, header_bytes, parse_header, tiles
+from nanotron.checkpoint.format import Damaged, Index, StateShard, StoredFile, header_bytes, parse_header, tiles
 from nanotron.checkpoint.resume import agree_resume
 from nanotron.checkpoint.storage import open_folder, read_header
 from nanotron.checkpoint.verify import refuse_damage
@@ -32,7 +32,7 @@ CONFIG = "data_stages: []\ntokens: {sequence_length: 8}\n"
 def saved(tmp_path: Path) -> Path:
     """Steps 1 and 2; the second is to be lied about."""
     saver = Saver(str(tmp_path))
-    rows = [Piece("weight", "w", (4, 2), Box((row, 0), (2, 2)), torch.full((2, 2), 1.0 + row)) for row in (0, 2)]
+    rows = [StateShard("weight", "w", (4, 2), Box((row, 0), (2, 2)), torch.full((2, 2), 1.0 + row)) for row in (0, 2)]
     for step in (1, 2):
         saver.save(step, rows, STATE, {"config.yaml": CONFIG, "model_config.json": "{}"})
         assert saver.wait(), saver.poll()

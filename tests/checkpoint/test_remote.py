@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanotron.checkpoint.documents import read_state
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume, find_resume, newest_complete
 from nanotron.checkpoint.storage import RemoteFolder, open_folder
@@ -29,7 +29,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return f"memory://{tmp_path.name}/one" if request.param == "memory" else f"file://{tmp_path}/one"
 
 
-def pieces(mesh: Mesh, *, filled: bool) -> list[Piece]:
+def pieces(mesh: Mesh, *, filled: bool) -> list[StateShard]:
     return pieces_of(SPECS, mesh, globals_of(SPECS, KINDS) if filled else None, zero=True, kinds=KINDS)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from nanotron.checkpoint.compare import changed_keys
 from nanotron.checkpoint.documents import read_state
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.resume import (
     agree_resume,
     check_shared,
@@ -32,7 +32,7 @@ def save_steps(path: Path, *steps: int, **options: int) -> Saver:
     saver = Saver(str(path), **options)
     for step in steps:
         weight = torch.full((4, 2), float(step))
-        saver.save(step, [Piece("weight", "w", (4, 2), Box((0, 0), (4, 2)), weight)], {"step": step})
+        saver.save(step, [StateShard("weight", "w", (4, 2), Box((0, 0), (4, 2)), weight)], {"step": step})
         assert saver.wait(), saver.poll()
     return saver
 
@@ -212,7 +212,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, monkeypatch: pyte
     )  # boxes end and begin inside chunks, and span them
     saver = Saver(str(tmp_path))
     sizes = (1, 3, 16)
-    pieces = [Piece("weight", f"w{n}", (n,), Box((0,), (n,)), torch.randn(n)) for n in sizes]
+    pieces = [StateShard("weight", f"w{n}", (n,), Box((0,), (n,)), torch.randn(n)) for n in sizes]
     saver.save(1, [*pieces, pieces[0]._replace(kind="exp_avg", tensor=torch.ones(1).bfloat16())], {"step": 1})
     assert saver.wait(), saver.poll()
     checkpoint = open_folder(str(tmp_path / "1"))
@@ -234,7 +234,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, monkeypatch: pyte
 )
 def test_an_index_that_contradicts_itself_is_damage(tmp_path: Path, before: str, after: str) -> None:
     saver = Saver(str(tmp_path))
-    halves = [Piece("weight", "w", (4, 2), Box((row, 0), (2, 2)), torch.ones(2, 2)) for row in (0, 2)]
+    halves = [StateShard("weight", "w", (4, 2), Box((row, 0), (2, 2)), torch.ones(2, 2)) for row in (0, 2)]
     saver.save(1, halves, {})
     assert saver.wait(), saver.poll()
     file = tmp_path / "1" / "index.json"
@@ -285,7 +285,7 @@ def test_verification_can_be_switched_off(tmp_path: Path) -> None:
 def test_who_takes_weights_alone_reads_no_byte_of_the_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = Saver(str(tmp_path))
     kinds = {"weight": torch.ones(8).bfloat16(), "exp_avg": torch.ones(8), "master": torch.ones(8)}
-    saver.save(1, [Piece(kind, "w", (8,), Box((0,), (8,)), values) for kind, values in kinds.items()], {})
+    saver.save(1, [StateShard(kind, "w", (8,), Box((0,), (8,)), values) for kind, values in kinds.items()], {})
     assert saver.wait(), saver.poll()
     read: list[bytes] = []
     stream = LocalFolder.stream

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume, newest_complete
 from nanotron.checkpoint.storage import LocalFolder
@@ -72,11 +72,11 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> type[FaultyFolder]:
     return FaultyFolder
 
 
-def pieces(value: float, rows: int = 64) -> list[Piece]:
+def pieces(value: float, rows: int = 64) -> list[StateShard]:
     shape = (rows, 3)
     weight, moment = torch.full(shape, value, dtype=torch.bfloat16), torch.full(shape, value)
     box = Box((0, 0), shape)
-    return [Piece("weight", "w", shape, box, weight), Piece("exp_avg", "w", shape, box, moment)]
+    return [StateShard("weight", "w", shape, box, weight), StateShard("exp_avg", "w", shape, box, moment)]
 
 
 def holds(checkpoint: str | None, value: float) -> bool:
@@ -261,10 +261,10 @@ def test_views_and_mixed_dtypes_are_stored_as_safetensors_reads_them(tmp_path: P
     saver.save(
         1,
         [
-            Piece("weight", "odd", (1,), Box((0,), (1,)), odd),
-            Piece("weight", "t", (8, 4), box, base.t()),
-            Piece("weight", "t", (8, 4), Box((0, 0), (2, 4)), torch.zeros(2, 4)),
-            Piece("weight", "scalar", (), Box((), ()), torch.tensor(3.0)),
+            StateShard("weight", "odd", (1,), Box((0,), (1,)), odd),
+            StateShard("weight", "t", (8, 4), box, base.t()),
+            StateShard("weight", "t", (8, 4), Box((0, 0), (2, 4)), torch.zeros(2, 4)),
+            StateShard("weight", "scalar", (), Box((), ()), torch.tensor(3.0)),
         ],
         {},
     )
@@ -286,7 +286,7 @@ def fail_on_rank_1(rank: int, world: int, folder: str) -> tuple[list[str], bool,
         write.open_folder = FaultyFolder  # this worker process only
     saver = Saver(folder, rank, world, dist.distributed_c10d._get_default_store(), timeout_s=20)
     box = Box((rank * 64, 0), (64, 3))
-    part = [Piece("weight", "w", (128, 3), box, torch.full((64, 3), float(rank)))]
+    part = [StateShard("weight", "w", (128, 3), box, torch.full((64, 3), float(rank)))]
     saver.save(1, part, {})
     first = saver.wait()
     FaultyFolder.room = 1 << 40

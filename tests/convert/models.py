@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nanotron.batch import Batch
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.config.model import ModelConfig
 from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.specs import StageModules, decoder_specs
@@ -68,17 +68,21 @@ def save_hugging_face(name: str, folder: Path, dtype: torch.dtype = torch.float3
     return model
 
 
-def weight_pieces(config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: Mesh | None = None) -> list[Piece]:
+def weight_pieces(
+    config: ModelConfig, dtype: torch.dtype = torch.float32, mesh: Mesh | None = None
+) -> list[StateShard]:
     """Empty weights of the shards that a rank holds."""
     mesh = mesh or Mesh()
     pieces = []
     for spec in decoder_specs(config).values():
         box = spec.local_box(mesh)
-        pieces.append(Piece("weight", spec.name, spec.shape, box, torch.full(box.shape, float("nan"), dtype=dtype)))
+        pieces.append(
+            StateShard("weight", spec.name, spec.shape, box, torch.full(box.shape, float("nan"), dtype=dtype))
+        )
     return pieces
 
 
-def logits_of(config: ModelConfig, pieces: list[Piece], tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(config: ModelConfig, pieces: list[StateShard], tokens: torch.Tensor) -> torch.Tensor:
     """Our model's logits [b, s, V] with these whole weights."""
     dtype = pieces[0].tensor.dtype
     model = DecoderChunk(config, decoder_specs(config), Mesh(), StageModules.whole(config), ChunkOptions(dtype))

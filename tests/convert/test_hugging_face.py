@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanotron.check import examine
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume
 from nanotron.checkpoint.write import Saver
@@ -464,7 +464,7 @@ def test_what_the_family_cannot_express_is_refused_before_anything_is_written(tm
 
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
-    pieces = [Piece("weight", "w", (4,), Box((0,), (4,)), torch.ones(4))]
+    pieces = [StateShard("weight", "w", (4,), Box((0,), (4,)), torch.ones(4))]
     saver = Saver(str(tmp_path))
     saver.save(1, pieces, {})
     saver.wait()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nanotron.data.sources.documents import HubDataset, Piece, find_pieces, read_texts
+from nanotron.data.sources.documents import HubDataset, InputPart, find_pieces, read_texts
 from nanotron.data.sources.nanoset import read_metadata
 from nanotron.data.sources.token_files import open_token_files
 from nanotron.data.tokenize import progress as tokenize_progress
@@ -98,7 +98,7 @@ def test_pieces_of_a_file_read_each_line_once_wherever_they_are_cut(tmp_path):
     path = write_input(tmp_path, "jsonl", TEXTS[:4])
     size = os.path.getsize(path)
     for cut in range(1, size):
-        pieces = [Piece("lines", path, 0, cut, cut), Piece("lines", path, cut, size, size - cut)]
+        pieces = [InputPart("lines", path, 0, cut, cut), InputPart("lines", path, cut, size, size - cut)]
         assert [text for piece in pieces for text, *_ in read_texts(piece, "text", HubDataset())] == TEXTS[:4]
     for piece_size in range(20, 400, 7):
         pieces = find_pieces([path], HubDataset(), piece_size=piece_size)

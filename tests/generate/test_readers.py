@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.inspect import inspect_checkpoint
 from nanotron.checkpoint.resume import agree_resume
 from nanotron.config.model import LlamaConfig
@@ -43,7 +43,7 @@ def refusal(read: Callable[[], object]) -> list[str]:
 def load_all(step: str, config: LlamaConfig) -> None:
     """Fill every weight of the model, as a run does that starts from it."""
     pieces = [
-        Piece("weight", name, spec.shape, spec.local_box(Mesh()), torch.empty(spec.shape))
+        StateShard("weight", name, spec.shape, spec.local_box(Mesh()), torch.empty(spec.shape))
         for name, spec in decoder_specs(config).items()
     ]
     load_weights(step, pieces, config)

@@ -13,7 +13,7 @@ import yaml
 from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.write import Saver
 from nanotron.config import get_config_from_dict
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
@@ -58,7 +58,7 @@ def write_run(folder: Path, **facts: Any) -> Path:
     model = DecoderChunk(shape, specs, Mesh(), StageModules.whole(shape), ChunkOptions())
     model.initialize(seed=1)
     pieces = [
-        Piece("weight", name, specs[name].shape, specs[name].local_box(Mesh()), weight.data)
+        StateShard("weight", name, specs[name].shape, specs[name].local_box(Mesh()), weight.data)
         for name, weight in model.weights.items()
     ]
     config.save_as_yaml(folder / "config.yaml")

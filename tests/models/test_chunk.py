@@ -29,10 +29,10 @@ from tests.models.tiny import (
 )
 from tests.pool import Pool
 
-Piece = tuple[Box, Tensor]
+StateShard = tuple[Box, Tensor]
 
 
-def put_together(shape: tuple[int, ...], pieces: list[Piece]) -> Tensor:
+def put_together(shape: tuple[int, ...], pieces: list[StateShard]) -> Tensor:
     """A global tensor from its parts; parts that are held twice must agree in every bit."""
     whole = torch.full(shape, torch.nan, dtype=pieces[0][1].dtype)
     for box, part in pieces:
@@ -53,7 +53,7 @@ def test_initial_weights_do_not_depend_on_the_layout(family: str, tp: int, pp: i
     one = whole_model(config, dtype=torch.float32)
     axes = training_axes(dp=1, tp=tp, pp=pp, num_key_value_heads=2)
     specs = decoder_specs(config)
-    pieces: dict[str, list[Piece]] = {name: [] for name in specs}
+    pieces: dict[str, list[StateShard]] = {name: [] for name in specs}
     for rank in range(tp * pp):
         mesh = Mesh(axes, rank)
         stage = mesh.coord("pp")

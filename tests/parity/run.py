@@ -25,7 +25,7 @@ VOCABULARY = 257
 EPS = 1e-5
 """Of Adam. With 1e-8 an element whose gradient is mere rounding moves as far as any other, and after 15 steps of Qwen3
 one device in float32 is itself 1e-5 off one in float64, whatever library multiplies; so it is 3e-7."""
-Piece = tuple[str, tuple[int, ...], Box, Tensor]
+StateShard = tuple[str, tuple[int, ...], Box, Tensor]
 
 
 class Trained(NamedTuple):
@@ -34,8 +34,8 @@ class Trained(NamedTuple):
     lm_loss: list[float]
     z_loss: list[float]
     grad_norm: list[float]
-    first_grads: list[Piece]
-    weights: list[Piece]
+    first_grads: list[StateShard]
+    weights: list[StateShard]
 
 
 @dataclass
@@ -148,7 +148,7 @@ def train(rank: int, world: int, case: Case) -> Trained:
     assert mesh.world == world
     training = prepare(config, mesh)
     feed = feed_of(config, mesh)
-    first_grads: list[Piece] = []
+    first_grads: list[StateShard] = []
     capture_before_update(training, first_grads)
     outcomes = []
     for update in range(1, case.steps + 1):
@@ -157,7 +157,7 @@ def train(rank: int, world: int, case: Case) -> Trained:
     torch.use_deterministic_algorithms(False)  # the process serves other tests too
     weights = [
         (piece.name, piece.shape, piece.box, piece.tensor.detach().clone())
-        for piece in training.pieces()
+        for piece in training.state_shards()
         if piece.kind == "weight"
     ]
     return Trained(
@@ -178,7 +178,7 @@ def prepare(config: Config, mesh: Mesh) -> Training:
     return training
 
 
-def capture_before_update(training: Training, found: list[Piece]) -> None:
+def capture_before_update(training: Training, found: list[StateShard]) -> None:
     """Keep the first step's gradients, as the optimizer gets them: fully summed, not yet clipped."""
     update = training.optimizer.step
 
@@ -190,7 +190,7 @@ def capture_before_update(training: Training, found: list[Piece]) -> None:
     training.optimizer.step = capture  # type: ignore[method-assign]
 
 
-def gradient_pieces(training: Training) -> Iterator[Piece]:
+def gradient_pieces(training: Training) -> Iterator[StateShard]:
     for bucket in training.buckets.all:
         for spec, box, view in bucket.boxes(bucket.grads[bucket.shard], bucket.shard):
             yield spec.name, spec.shape, box, view.clone()
@@ -210,7 +210,7 @@ def record(pool: Pool, case: Case, function: Callable[..., Trained] = train, *ar
     )
 
 
-def put_together(pieces: list[Piece]) -> dict[str, Tensor]:
+def put_together(pieces: list[StateShard]) -> dict[str, Tensor]:
     """Whole tensors by name from their parts; parts that several ranks hold must be equal in every bit."""
     wholes: dict[str, Tensor] = {}
     for name, shape, box, part in pieces:

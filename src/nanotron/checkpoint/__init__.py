@@ -20,6 +20,6 @@ What the trainer calls, module by module (only ``write`` and ``read`` import tor
 The format is described byte for byte in docs/checkpoint-format.md.
 """
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 
-__all__ = ["Piece"]
+__all__ = ["StateShard"]

@@ -46,7 +46,7 @@ class Damaged(ConfigError):
     """
 
 
-class Piece(NamedTuple):
+class StateShard(NamedTuple):
     """The part of one global tensor that a rank holds: what is saved, and what is filled on load.
 
     ``kind`` is weight, master, exp_avg or exp_avg_sq; ``shape`` is global; ``tensor`` has the box's shape and may be a

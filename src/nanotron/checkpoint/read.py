@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from nanotron.checkpoint.format import ITEM_SIZE, Damaged, Entry, Index, Piece, StoredBox
+from nanotron.checkpoint.format import ITEM_SIZE, Damaged, Entry, Index, StateShard, StoredBox
 from nanotron.checkpoint.retention import read_index
 from nanotron.checkpoint.safetensors import DTYPES
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
@@ -32,7 +32,7 @@ from nanotron.errors import ConfigError
 from nanotron.parallel.params import Box, intersect
 
 
-def load(checkpoint: str, pieces: Iterable[Piece]) -> list[str]:
+def load(checkpoint: str, pieces: Iterable[StateShard]) -> list[str]:
     """Fill every piece's tensor from a complete checkpoint, saved under any layout.
 
     Returns the kinds of optimizer state that it has and no piece asks for: those of another optimizer.
@@ -52,10 +52,10 @@ class Tensors(Protocol):
     def read_into(self, target: torch.Tensor, kind: str, name: str, box: Box) -> None: ...
 
 
-def fill(tensors: Tensors, pieces: Iterable[Piece]) -> None:
+def fill(tensors: Tensors, pieces: Iterable[StateShard]) -> None:
     """Fill the pieces' tensors; all that is missing or has another shape is refused at once."""
     problems: list[str] = []
-    plan: list[tuple[Piece, str]] = []
+    plan: list[tuple[StateShard, str]] = []
     for piece in pieces:
         kind = source_kind(tensors, piece)
         found = tensors.shape(kind, piece.name)
@@ -73,7 +73,7 @@ def fill(tensors: Tensors, pieces: Iterable[Piece]) -> None:
             tensors.read_into(piece.tensor, kind, piece.name, piece.box)
 
 
-def _missing(piece: Piece) -> str:
+def _missing(piece: StateShard) -> str:
     if piece.kind in {"weight", "master"}:
         return f"it has no {piece.kind} of {piece.name}"
     return (
@@ -82,7 +82,7 @@ def _missing(piece: Piece) -> str:
     )
 
 
-def source_kind(tensors: Tensors, piece: Piece) -> str:
+def source_kind(tensors: Tensors, piece: StateShard) -> str:
     """The kind a piece is filled from: its own, or the other of weight and master."""
     has = {kind: tensors.shape(kind, piece.name) is not None for kind in ("weight", "master")}
     if piece.kind == "master" and not has["master"]:

@@ -25,7 +25,7 @@ from nanotron.checkpoint.format import (
     INDEX,
     LATEST,
     STATE,
-    Piece,
+    StateShard,
     key_of,
     shard_name,
 )
@@ -41,9 +41,9 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.pieces: list[Piece] = []
+        self.pieces: list[StateShard] = []
 
-    def take(self, pieces: Sequence[Piece]) -> None:
+    def take(self, pieces: Sequence[StateShard]) -> None:
         """Copy the pieces this rank writes; returns when the copy is complete."""
         written = [piece for piece in pieces if piece.writes and piece.box.numel]
         self.pieces = sorted(written, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
@@ -58,13 +58,13 @@ class Snapshot:
         if on_device:
             torch.accelerator.current_stream().synchronize()
 
-    def parts(self) -> Iterator[tuple[Piece, memoryview]]:
+    def parts(self) -> Iterator[tuple[StateShard, memoryview]]:
         """Each piece with its bytes, in file order."""
         whole = memoryview(self._buffer.numpy())  # type: ignore[arg-type]
         for piece, start, stop in self._ranges():
             yield piece, whole[start:stop]
 
-    def _ranges(self) -> Iterator[tuple[Piece, int, int]]:
+    def _ranges(self) -> Iterator[tuple[StateShard, int, int]]:
         start = 0
         for piece in self.pieces:
             stop = start + piece.tensor.numel() * piece.tensor.element_size()
@@ -109,7 +109,7 @@ class Saver:
         self._lost: LostPeers | None = None
 
     def save(
-        self, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], texts: Mapping[str, str] | None = None
+        self, step: int, pieces: Sequence[StateShard], state: Mapping[str, Any], texts: Mapping[str, str] | None = None
     ) -> None:
         """Begin saving a step: copies the pieces that this rank writes, then returns.
 
@@ -238,12 +238,12 @@ class Saver:
         delete_old_steps(place, step, *self._keep)
 
 
-def tensor_of(piece: Piece) -> str:
+def tensor_of(piece: StateShard) -> str:
     """The tensor of the index that a piece is a part of."""
     return f"{piece.kind}/{piece.name}"
 
 
-def _key(piece: Piece) -> str:
+def _key(piece: StateShard) -> str:
     return key_of(tensor_of(piece), piece.box)
 
 

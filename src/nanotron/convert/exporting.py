@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import yaml
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import CheckpointTensors, source_kind
 from nanotron.checkpoint.safetensors import DTYPE_NAMES, DTYPES, Planned, split_by_size, write_file
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
@@ -94,7 +94,7 @@ def _plan(
 
     def make() -> torch.Tensor:
         target = torch.empty(part.box.shape, dtype=dtype)
-        kind = source_kind(tensors, Piece("weight", name, shape, part.box, target))
+        kind = source_kind(tensors, StateShard("weight", name, shape, part.box, target))
         tensors.read_into(target, kind, name, part.box)
         target = target.view(foreign_shape)
         return half_split(target, head_dim) if part.rotary else target

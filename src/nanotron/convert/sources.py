@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nanotron.checkpoint.format import INDEX, Damaged, Entry, Piece
+from nanotron.checkpoint.format import INDEX, Damaged, Entry, StateShard
 from nanotron.checkpoint.read import CheckpointTensors, fill, read_box, shorten, source_kind
 from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.safetensors import DTYPES
@@ -39,7 +39,12 @@ OURS, HF_NANOTRON, HUGGING_FACE = "checkpoint", "Hugging Face Nanotron", "Huggin
 
 
 def load_weights(
-    path: str, pieces: Iterable[Piece], config: ModelConfig, agreement: Agreement | None = None, *, verify: bool = True
+    path: str,
+    pieces: Iterable[StateShard],
+    config: ModelConfig,
+    agreement: Agreement | None = None,
+    *,
+    verify: bool = True,
 ) -> None:
     """Fill weight and master pieces from any folder of weights; the same call on every rank of ``agreement``.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.convert.sources import load_weights
 from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.parallel.agreement import Agreement
@@ -27,7 +27,7 @@ def load_model(path: str, config: Config, mesh: Mesh, device: torch.device, stor
     options = ChunkOptions(getattr(torch, config.model.dtype), device)
     (model,) = build_chunks(config, mesh, modules_of_stages(config, mesh.coord("pp")), options)
     pieces = [
-        Piece("weight", name, spec.shape, spec.local_box(mesh), model.weights[name].data)
+        StateShard("weight", name, spec.shape, spec.local_box(mesh), model.weights[name].data)
         for name, spec in model.specs.items()
     ]
     load_weights(path, pieces, config.model.model_config, Agreement("weights", mesh.rank, mesh.world, store))

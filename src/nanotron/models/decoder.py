@@ -24,7 +24,7 @@ from nanotron.ops.chunk import Hooks
 from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.cross_entropy import cross_entropy
 from nanotron.ops.embedding import embedding
-from nanotron.ops.fused import Fuse, add_and_norm, as_written, queries_and_keys, rms_norm, swiglu
+from nanotron.ops.fused import Fuse, add_and_norm, eager, queries_and_keys, rms_norm, swiglu
 from nanotron.ops.kernels import Kernels, kernels_of
 from nanotron.ops.linear import TensorParallel, linear
 from nanotron.ops.recompute import Recompute, recomputed
@@ -59,7 +59,7 @@ class ChunkOptions:
     """Multiply while tensors are under way over tp."""
     loss_chunk: int | None = None
     """Tokens of a row whose logits exist at once; None: all."""
-    fuse: Fuse = as_written
+    fuse: Fuse = eager
     """How elementwise work runs."""
     context_mode: ContextMode = "ALL_GATHER"
     """How queries and keys come together where rows are cut over cp."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nanotron.batch import Spans
-from nanotron.ops.gemm import add_product, product
+from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels
 
 LONG = 768
@@ -208,14 +208,14 @@ def _probabilities(q: Tensor, k: Tensor, size: int, window: int | None, kernels:
 def _times(a: Tensor, b: Tensor, kernels: Kernels) -> Tensor:
     """Batched a · b: [.., l, m] and [.., m, n] -> [.., l, n]."""
     if a.shape[0] == 1:
-        return product(a[0], b[0].t(), kernels=kernels)[None]
+        return gemm(a[0], b[0].t(), kernels=kernels)[None]
     return torch.bmm(a, b)
 
 
 def _add_times(total: Tensor, left: Tensor, right: Tensor, kernels: Kernels) -> None:
     """total += leftᵀ · right: total [.., m, n], left [.., l, m], right [.., l, n]."""
     if total.shape[0] == 1:
-        add_product(total[0], left[0], right[0], kernels=kernels)
+        add_gemm(total[0], left[0], right[0], kernels=kernels)
     else:
         total += torch.bmm(left.transpose(1, 2), right)  # baddbmm_ into a slice goes matrix by matrix, on one thread
 

@@ -14,13 +14,13 @@ from torch.distributed import ReduceOp
 
 from nanotron.batch import IGNORED_LABEL
 from nanotron.ops.embedding import local_ids
-from nanotron.ops.fused import Fuse, as_written, logit_gradient, softmax_and_log_z
+from nanotron.ops.fused import Fuse, eager, logit_gradient, softmax_and_log_z
 from nanotron.parallel.comm import all_reduce
 from nanotron.parallel.mesh import Mesh
 
 
 def cross_entropy(
-    logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh, *, fuse: Fuse = as_written
+    logits: Tensor, labels: Tensor, first_column: int, mesh: Mesh, *, fuse: Fuse = eager
 ) -> tuple[Tensor, Tensor]:
     """Sums over the valid tokens of −log p(label) and of (log Σ exp logits)², from logits spread over tp.
 

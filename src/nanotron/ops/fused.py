@@ -2,7 +2,7 @@
 
 b rows   s tokens   d hidden size   f intermediate size   V vocabulary   t tensor-parallel ranks   h heads   e head dim
 
-Whoever calls them says how: ``fuse(swiglu)(gate_up)``, where ``fuse`` is ``as_written`` (one torch operator after the
+Whoever calls them says how: ``fuse(swiglu)(gate_up)``, where ``fuse`` is ``eager`` (one torch operator after the
 other, each over all its operands) or ``fused`` (torch.compile: one pass over memory forward, and one backward). A
 function is compiled once for each shape it meets, however many layers call it. Matrix products, attention, collectives
 and the buckets of weight gradients stay outside, so schedules, recomputation and overlap know nothing of it.
@@ -29,7 +29,7 @@ class Fuse(Protocol):
     def __call__(self, function: Function, /) -> Function: ...
 
 
-def as_written(function: Function, /) -> Function:
+def eager(function: Function, /) -> Function:
     """Return the function itself."""
     return function
 

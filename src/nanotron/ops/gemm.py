@@ -9,7 +9,7 @@ from torch import Tensor
 from nanotron.ops.kernels import Kernels
 
 
-def product(x: Tensor, w: Tensor, bias: Tensor | None = None, *, kernels: Kernels) -> Tensor:
+def gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, *, kernels: Kernels) -> Tensor:
     """x · wᵀ (+ bias): x [.., k], w [n, k], bias [n] -> [.., n]. Not differentiable: for use in a Function."""
     if not _by_onednn(x, kernels):
         return F.linear(x, w, bias)
@@ -19,19 +19,19 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None, *, kernels: Kernel
     return result
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, *, kernels: Kernels) -> None:
+def add_gemm(total: Tensor, left: Tensor, right: Tensor, *, kernels: Kernels) -> None:
     """total += leftᵀ · right, with left [m, n], right [m, k], total [n, k].
 
     By oneDNN, or into another dtype, with a temporary [n, k].
     """
     if total.dtype != right.dtype:
-        total.add_(product(left.t(), right.t(), kernels=kernels))
+        total.add_(gemm(left.t(), right.t(), kernels=kernels))
     elif not _by_onednn(total, kernels):
         total.addmm_(left.t(), right)
     elif left.shape[1] <= right.shape[1]:  # it copies its first argument to turn it: the smaller one
-        total.add_(product(left.t(), right.t(), kernels=kernels))
+        total.add_(gemm(left.t(), right.t(), kernels=kernels))
     else:
-        total.add_(product(right.t(), left.t(), kernels=kernels).t())
+        total.add_(gemm(right.t(), left.t(), kernels=kernels).t())
 
 
 def _by_onednn(x: Tensor, kernels: Kernels) -> bool:

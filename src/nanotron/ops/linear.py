@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
-from nanotron.ops.gemm import add_product, product
+from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.recompute import Products
 from nanotron.ops.weight_grads import WeightGrads
@@ -127,7 +127,7 @@ class _Linear(Function):
             leaving = ctx.tp.awaited(_begin_leaving(_input_grad(grads, ctx.weights, ctx.tp.kernels), ctx.enter, group))
         x = entering()
         weight_grads = [
-            weight_grad(ctx.tp, w, partial(_add_product, grad=grad, x=x, kernels=ctx.tp.kernels))
+            weight_grad(ctx.tp, w, partial(_add_gemm, grad=grad, x=x, kernels=ctx.tp.kernels))
             for w, grad in zip(ctx.weights, grads, strict=True)
         ]
         return leaving and leaving(), None, None, None, None, *weight_grads, *bias_grads
@@ -148,7 +148,7 @@ def _multiplied(
         entered, outputs = _multiply_while_gathering(x, weights, on_entry, tp)
     else:
         entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
-        outputs = _products(entered, weights, on_entry, tp.kernels)
+        outputs = _gemms(entered, weights, on_entry, tp.kernels)
     if exit == "sum":
         outputs = [all_reduce_(y, group) for y in outputs]
     if exit == "scatter":
@@ -158,9 +158,9 @@ def _multiplied(
     return entered, outputs
 
 
-def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], kernels: Kernels) -> list[Tensor]:
+def _gemms(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], kernels: Kernels) -> list[Tensor]:
     """x · wᵀ (+ bias) for each weight: [b, s, k] -> [b, s, n'] each."""
-    return [product(x, _matrix(w), _at(biases, i), kernels=kernels) for i, w in enumerate(weights)]
+    return [gemm(x, _matrix(w), _at(biases, i), kernels=kernels) for i, w in enumerate(weights)]
 
 
 def _multiply_while_gathering(
@@ -168,11 +168,11 @@ def _multiply_while_gathering(
 ) -> tuple[Tensor, list[Tensor]]:
     """Gather x [b, s/t, k] and multiply it, this rank's own tokens first: the gathered [b, s, k] and its products."""
     arriving = begin_all_gather(x, tp.mesh.group("tp"), dim=1)
-    own = _products(x, weights, biases, tp.kernels)
+    own = _gemms(x, weights, biases, tp.kernels)
     entered = arriving()
     lo = tp.mesh.coord("tp") * x.shape[1]
-    before = _products(entered[:, :lo], weights, biases, tp.kernels)
-    after = _products(entered[:, lo + x.shape[1] :], weights, biases, tp.kernels)
+    before = _gemms(entered[:, :lo], weights, biases, tp.kernels)
+    after = _gemms(entered[:, lo + x.shape[1] :], weights, biases, tp.kernels)
     return entered, [torch.cat(parts, dim=1) for parts in zip(before, own, after, strict=True)]
 
 
@@ -191,9 +191,9 @@ def _matrix(weight: Tensor) -> Tensor:
 
 def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], kernels: Kernels) -> Tensor:
     """Σ grad · w over the weights that shared the input: [b, s, n'] -> [b, s, k]."""
-    total = product(grads[0], _matrix(weights[0]).t(), kernels=kernels)
+    total = gemm(grads[0], _matrix(weights[0]).t(), kernels=kernels)
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        total += product(grad, _matrix(weight).t(), kernels=kernels)
+        total += gemm(grad, _matrix(weight).t(), kernels=kernels)
     return total
 
 
@@ -211,9 +211,9 @@ def weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Callable[[Tensor
     return grad
 
 
-def _add_product(buffer: Tensor, grad: Tensor, x: Tensor, kernels: Kernels) -> None:
+def _add_gemm(buffer: Tensor, grad: Tensor, x: Tensor, kernels: Kernels) -> None:
     """buffer += gradᵀ · x, over all tokens."""
-    add_product(_matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2), kernels=kernels)
+    add_gemm(_matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2), kernels=kernels)
 
 
 def _add_sum(buffer: Tensor, grad: Tensor) -> None:

@@ -22,7 +22,7 @@ from nanotron.data.context import ContextCut
 from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.families import layer_kinds
 from nanotron.models.specs import StageModules, loss_names
-from nanotron.ops.fused import as_written
+from nanotron.ops.fused import eager
 from nanotron.ops.kernels import Kernels
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import Optimizer
@@ -217,7 +217,7 @@ def measure_chunk(config: Config, held: StageModules, kernels: Kernels) -> Chunk
 
 def _options(config: Config, kernels: Kernels) -> ChunkOptions:
     """As the run's, with these kernels; what torch.compile makes of fake tensors is not counted."""
-    fuse = on_accelerator if kernels == "accelerator" else as_written
+    fuse = on_accelerator if kernels == "accelerator" else eager
     return replace(chunk_options(config, "cpu"), fuse=fuse, kernels=kernels)
 
 

@@ -12,7 +12,7 @@ from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.families import family_of
 from nanotron.models.specs import StageModules
 from nanotron.ops.chunk import Chunk
-from nanotron.ops.fused import as_written, fused
+from nanotron.ops.fused import eager, fused
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import SGD, AdamW, Optimizer
 from nanotron.parallel.mesh import Mesh
@@ -34,7 +34,7 @@ def chunk_options(config: Config, device: torch.device | str) -> ChunkOptions:
         overlap=bool(layout.tp_linear_async_communication),
         loss_chunk=config.model.loss_chunk,
         context_mode=layout.cp_mode,
-        fuse=fused if config.model.compile else as_written,
+        fuse=fused if config.model.compile else eager,
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.checkpoint.compare import changed_keys, check_model, saved_config
 from nanotron.checkpoint.documents import read_state
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import AUTO, KEY, Resume, agree_resume, check_shared
 from nanotron.config import ExistingCheckpointInit
@@ -55,7 +55,7 @@ def init_or_resume(training: Training, config: Config, mesh: Mesh, store: Store 
             " once more with that, name another checkpoints.checkpoints_path)"
         )
     load_optimizer = going_on or checkpoints.load_optimizer
-    unused = load(resume.checkpoint, training.pieces() if load_optimizer else _weights(training))
+    unused = load(resume.checkpoint, training.state_shards() if load_optimizer else _weights(training))
     if load_optimizer:
         if unused and mesh.rank == 0:
             name = config.optimizer.optimizer_factory.name
@@ -104,6 +104,6 @@ def _begin(training: Training, config: Config, mesh: Mesh, store: Store | None) 
         training.initialize()
 
 
-def _weights(training: Training) -> Iterator[Piece]:
+def _weights(training: Training) -> Iterator[StateShard]:
     """The weights and their masters."""
-    return (piece for piece in training.pieces() if piece.kind in {"weight", "master"})
+    return (piece for piece in training.state_shards() if piece.kind in {"weight", "master"})

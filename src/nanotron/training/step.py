@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
-from nanotron.checkpoint.format import Piece
+from nanotron.checkpoint.format import StateShard
 from nanotron.models.specs import loss_names
 from nanotron.ops.kernels import Kernels
 from nanotron.optim.lr import learning_rate
@@ -87,16 +87,16 @@ class Training:
         self.buckets.start_gather()
         return word
 
-    def pieces(self) -> Iterator[Piece]:
+    def state_shards(self) -> Iterator[StateShard]:
         """All state that outlives a step, as boxes of global tensors: weights and optimizer state."""
         self.buckets.wait_gather()
         slots = [(bucket, slot) for bucket in self.buckets.all for slot in bucket.slots]
         for index, (bucket, slot) in enumerate(slots):
             mine = index % bucket.replicas == bucket.replica  # replicas share the writing
             writes = bucket.key.counted and mine
-            yield Piece("weight", slot.spec.name, slot.spec.shape, slot.box, slot.weight.data, writes)
+            yield StateShard("weight", slot.spec.name, slot.spec.shape, slot.box, slot.weight.data, writes)
         for kind, spec, box, tensor, writes in self.optimizer.state():
-            yield Piece(kind, spec.name, spec.shape, box, tensor, writes)
+            yield StateShard(kind, spec.name, spec.shape, box, tensor, writes)
 
     def _counted(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """The losses, on one rank of those that hold copies of them."""

@@ -277,7 +277,7 @@ class Run:
     def _save(self) -> None:
         """Begin a checkpoint of the current step."""
         with self.clock.apart(SAVING_MS):
-            self.saver.save(self.step, list(self.training.pieces()), self._state(), _texts(self.config))
+            self.saver.save(self.step, list(self.training.state_shards()), self._state(), _texts(self.config))
         self._last_saved, self._last_save_time = self.step, time.monotonic()
         logger.info(f"saving step {self.step} to {self.config.checkpoint_places[0]}")
         logger.info(f"samples consumed: {self.feed.counters()}")

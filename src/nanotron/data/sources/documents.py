@@ -26,7 +26,7 @@ HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
 
 
-class Piece(NamedTuple):
+class InputPart(NamedTuple):
     """A part of the input. `size` is in bytes on disk, or in rows for a Hugging Face data set."""
 
     kind: str
@@ -60,9 +60,9 @@ class HubDataset(NamedTuple):
     """A name is a data set even where a file or folder of that name exists."""
 
 
-def find_pieces(inputs: Sequence[str], hub: HubDataset, *, piece_size: int) -> list[Piece]:
+def find_pieces(inputs: Sequence[str], hub: HubDataset, *, piece_size: int) -> list[InputPart]:
     """Cut the inputs (files, globs, folders, data set names) into pieces of about `piece_size` bytes."""
-    pieces: list[Piece] = []
+    pieces: list[InputPart] = []
     for name in inputs:
         if hub.only or _is_saved_dataset(name):
             pieces += _hub_pieces(name, hub)
@@ -108,7 +108,7 @@ def _format(path: str) -> str | None:
     return "parquet" if path.endswith(".parquet") else None
 
 
-def _file_pieces(path: str, piece_size: int) -> list[Piece]:
+def _file_pieces(path: str, piece_size: int) -> list[InputPart]:
     size = os.path.getsize(path)
     kind = _format(path)
     if kind is None:
@@ -116,17 +116,17 @@ def _file_pieces(path: str, piece_size: int) -> list[Piece]:
     if kind == "parquet":
         return _parquet_pieces(path, size, piece_size)
     if kind == "text" or path.endswith(COMPRESSED_SUFFIXES):
-        return [Piece(kind, path, 0, size, size)]
+        return [InputPart(kind, path, 0, size, size)]
     count = max(1, round(size / piece_size))
     edges = [size * number // count for number in range(count + 1)]
-    return [Piece(kind, path, start, stop, stop - start) for start, stop in itertools.pairwise(edges)]
+    return [InputPart(kind, path, start, stop, stop - start) for start, stop in itertools.pairwise(edges)]
 
 
-def _parquet_pieces(path: str, size: int, piece_size: int) -> list[Piece]:
+def _parquet_pieces(path: str, size: int, piece_size: int) -> list[InputPart]:
     groups = _open_parquet(path).num_row_groups
     count = max(1, min(groups, round(size / piece_size)))
     edges = [groups * number // count for number in range(count + 1)]
-    return [Piece("parquet", path, start, stop, size // count) for start, stop in itertools.pairwise(edges)]
+    return [InputPart("parquet", path, start, stop, size // count) for start, stop in itertools.pairwise(edges)]
 
 
 def _open_parquet(path: str) -> Any:
@@ -142,15 +142,15 @@ def _open_parquet(path: str) -> Any:
         raise ConfigError(f"{path} is not a complete parquet file: {error}") from None
 
 
-def _hub_pieces(name: str, hub: HubDataset) -> list[Piece]:
+def _hub_pieces(name: str, hub: HubDataset) -> list[InputPart]:
     dataset = open_hub_dataset(name, hub)
     if hub.streaming:
         shards = dataset.num_shards
-        return [Piece("hf-streaming", name, number, shards, 0) for number in range(shards)]
+        return [InputPart("hf-streaming", name, number, shards, 0) for number in range(shards)]
     rows = int(len(dataset) * hub.fraction)
     count = max(1, -(-rows // ROWS_PER_PIECE))
     edges = [rows * number // count for number in range(count + 1)]
-    return [Piece("hf", name, start, stop, stop - start) for start, stop in itertools.pairwise(edges)]
+    return [InputPart("hf", name, start, stop, stop - start) for start, stop in itertools.pairwise(edges)]
 
 
 def open_hub_dataset(name: str, hub: HubDataset) -> Any:
@@ -171,7 +171,7 @@ def open_hub_dataset(name: str, hub: HubDataset) -> Any:
         raise ConfigError(f"{name!r} is no file, glob or folder, and as a Hugging Face data set: {reason}") from None
 
 
-def read_texts(piece: Piece, column: str, hub: HubDataset) -> Iterator[Text]:
+def read_texts(piece: InputPart, column: str, hub: HubDataset) -> Iterator[Text]:
     """The texts of a piece, those without a character too."""
     readers = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}
     reader = readers.get(piece.kind)
@@ -189,7 +189,7 @@ def encodable(text: str) -> str:
     return text
 
 
-def place_of(piece: Piece, place: int | None) -> str:
+def place_of(piece: InputPart, place: int | None) -> str:
     """What a person needs to find a text: its file, and the line or row in it. Lines before it are counted."""
     if place is None:
         return piece.path
@@ -206,12 +206,12 @@ def _line_number(path: str, offset: int) -> int:
         return 1 + sum(file.read(length).count(b"\n") for length in lengths)
 
 
-def _read_text(piece: Piece, column: str) -> Iterator[Text]:
+def _read_text(piece: InputPart, column: str) -> Iterator[Text]:
     with open_decompressed(piece.path) as file:
         yield Text(_decoded(file.read(), piece.path, 0), piece.size, None)
 
 
-def _read_lines(piece: Piece, column: str) -> Iterator[Text]:
+def _read_lines(piece: InputPart, column: str) -> Iterator[Text]:
     """The lines that begin in [start, stop); the line that straddles `start` belongs to the piece before."""
     compressed = piece.path.endswith(COMPRESSED_SUFFIXES)
     with open_decompressed(piece.path) as file:
@@ -230,7 +230,7 @@ def _read_lines(piece: Piece, column: str) -> Iterator[Text]:
         yield Text("", 0, None)
 
 
-def _parse(line: bytes, piece: Piece, offset: int, column: str) -> str:
+def _parse(line: bytes, piece: InputPart, offset: int, column: str) -> str:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -255,7 +255,7 @@ def text_of(row: dict[str, Any], column: str, where: str) -> str:
     return text
 
 
-def _read_parquet(piece: Piece, column: str) -> Iterator[Text]:
+def _read_parquet(piece: InputPart, column: str) -> Iterator[Text]:
     file = _open_parquet(piece.path)
     names = file.schema_arrow.names
     if column not in names:
@@ -279,7 +279,7 @@ def _read_parquet(piece: Piece, column: str) -> Iterator[Text]:
             row += 1
 
 
-def _read_hub(piece: Piece, column: str, hub: HubDataset) -> Iterator[Text]:
+def _read_hub(piece: InputPart, column: str, hub: HubDataset) -> Iterator[Text]:
     dataset = open_hub_dataset(piece.path, hub)
     if piece.kind == "hf-streaming":
         rows, first = (dataset.shard(num_shards=piece.stop, index=piece.start) if piece.stop > 1 else dataset), 0

@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from nanotron.checkpoint.storage import LocalFolder, open_folder, read_text
-from nanotron.data.sources.documents import HubDataset, Piece, Text, find_pieces, place_of, read_texts
+from nanotron.data.sources.documents import HubDataset, InputPart, Text, find_pieces, place_of, read_texts
 from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for
 from nanotron.data.tokenize.progress import COUNTERS, TokenizeProgress
 from nanotron.data.tokenize.tokenizer import (
@@ -111,7 +111,7 @@ class _Shard:
     """All a worker needs to know; it crosses a process boundary."""
 
     number: int
-    pieces: list[Piece]
+    pieces: list[InputPart]
     output: str
     tokenizer_name: str
     append_eos: bool
@@ -166,9 +166,9 @@ def _summarize(shards: Sequence[_Shard], resumed: int) -> Summary:
     return Summary(documents, tokens, len(shards), resumed, empty, next(firsts, None), mended)
 
 
-def _group(pieces: Sequence[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
+def _group(pieces: Sequence[InputPart], shard_bytes: int) -> Iterator[list[InputPart]]:
     """Gather neighbouring small files into shards; a large piece, or one of a data set, is a shard of its own."""
-    group: list[Piece] = []
+    group: list[InputPart] = []
     size = 0
     for piece in pieces:
         if group and (piece.kind.startswith("hf") or size + piece.size > shard_bytes):
@@ -180,7 +180,7 @@ def _group(pieces: Sequence[Piece], shard_bytes: int) -> Iterator[list[Piece]]:
         yield group
 
 
-def _facts(job: Job, groups: list[list[Piece]]) -> dict[str, Any]:
+def _facts(job: Job, groups: list[list[InputPart]]) -> dict[str, Any]:
     """What may not change while a folder is being written."""
     return {
         "tokenizer": job.tokenizer or f"a trained BPE of {job.train_bpe} tokens",
@@ -193,7 +193,7 @@ def _facts(job: Job, groups: list[list[Piece]]) -> dict[str, Any]:
     }
 
 
-def _is_begun(job: Job, groups: list[list[Piece]]) -> bool:
+def _is_begun(job: Job, groups: list[list[InputPart]]) -> bool:
     """Whether the folder was begun with this plan; raises ConfigError when it was with another, or holds tokens."""
     output = open_folder(job.output)
     if PLAN not in output.join(RECORDS).names():
@@ -209,12 +209,12 @@ def _is_begun(job: Job, groups: list[list[Piece]]) -> bool:
     return True
 
 
-def _write_plan(job: Job, groups: list[list[Piece]]) -> None:
+def _write_plan(job: Job, groups: list[list[InputPart]]) -> None:
     plan = {**_facts(job, groups), "shards": groups}
     open_folder(job.output).join(RECORDS).write(PLAN, [json.dumps(plan, indent=1).encode()])
 
 
-def _write_tokenizer(job: Job, pieces: Sequence[Piece], *, show_progress: bool) -> None:
+def _write_tokenizer(job: Job, pieces: Sequence[InputPart], *, show_progress: bool) -> None:
     """Leave the tokenizer in the output folder, trained first if asked for. The shards are read with that one.
 
     Its files say what --bos and --eos ask for, so that who reads the folder begins and ends texts alike.
@@ -231,14 +231,14 @@ def _write_tokenizer(job: Job, pieces: Sequence[Piece], *, show_progress: bool) 
     write_files(kept, job.output)
 
 
-def _train(job: Job, pieces: Sequence[Piece], *, show_progress: bool) -> dict[str, str]:
+def _train(job: Job, pieces: Sequence[InputPart], *, show_progress: bool) -> dict[str, str]:
     assert job.train_bpe is not None
     if show_progress:
         print(f"{job.output}: training a BPE of {job.train_bpe} tokens on the input", file=sys.stderr, flush=True)
     return files_of(train_bpe(_training_texts(job, pieces), job.train_bpe), eos=END_OF_TEXT)
 
 
-def _training_texts(job: Job, pieces: Sequence[Piece]) -> Iterator[str]:
+def _training_texts(job: Job, pieces: Sequence[InputPart]) -> Iterator[str]:
     """The first texts of the input, as many as a BPE profits from."""
     characters = 0
     for piece in pieces:

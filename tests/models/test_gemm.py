@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanotron.ops import kernels
-from nanotron.ops.gemm import add_product, product
+from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels, kernels_of, kernels_of_processor
 from nanotron.plan.counting import Counting
 
@@ -29,7 +29,7 @@ def test_a_product_of_any_rows(rows: tuple[int, ...], biased: bool, by: Kernels)
     x, w = normal(*rows, 33), normal(17, 33, seed=1)
     bias = normal(17, seed=2) if biased else None
     expected = x.double() @ w.double().t() + (0 if bias is None else bias.double())
-    found = product(x, w, bias, kernels=by)
+    found = gemm(x, w, bias, kernels=by)
     assert found.shape == (*rows, 17)
     close(found, expected)
 
@@ -38,7 +38,7 @@ def test_a_product_of_any_rows(rows: tuple[int, ...], biased: bool, by: Kernels)
 def test_views_of_other_tensors_are_multiplied_as_they_look(by: Kernels) -> None:
     x, w = normal(4, 6, 40)[:, 1:4, ::2], normal(20, 64, seed=1)
     for weight in (w[:, :20], w[:, :20].t(), w[:, ::3][:, :20], w.t()[:20]):
-        close(product(x, weight, kernels=by), x.double() @ weight.double().t())
+        close(gemm(x, weight, kernels=by), x.double() @ weight.double().t())
 
 
 @by_each_library
@@ -48,7 +48,7 @@ def test_products_add_to_what_is_there(by: Kernels, n: int, k: int, dtype: torch
     left, right = normal(9, n).to(dtype), normal(9, k, seed=1).to(dtype)
     start = normal(n, k, seed=2)
     total = start.to(torch.promote_types(dtype, torch.float32), copy=True)
-    add_product(total, left, right, kernels=by)
+    add_gemm(total, left, right, kernels=by)
     expected = start.double() + left.double().t() @ right.double()
     if dtype == torch.bfloat16:
         torch.testing.assert_close(total.double(), expected, rtol=2e-2, atol=2e-2)
@@ -67,15 +67,15 @@ def test_float32_goes_to_the_library_that_is_named(by: Kernels) -> None:
     names: list[str] = []
     dense: list[bool] = []
     with Names():
-        product(normal(3, 8), normal(4, 16)[:, :8], kernels=by)
-        add_product(normal(4, 8), normal(3, 4), normal(3, 8), kernels=by)
+        gemm(normal(3, 8), normal(4, 16)[:, :8], kernels=by)
+        add_gemm(normal(4, 8), normal(3, 4), normal(3, 8), kernels=by)
     assert ("_linear_pointwise" in names) == (by == "cpu_onednn")
     assert ("mm" in names or "addmm_" in names) == (by == "cpu")
     assert all(dense), "oneDNN multiplies by a matrix with gaps between its rows a hundred times slower"
     names.clear()
     with Names():
-        product(normal(3, 8).double(), normal(4, 8).double(), kernels=by)
-        product(normal(3, 8).bfloat16(), normal(4, 8).bfloat16(), kernels=by)
+        gemm(normal(3, 8).double(), normal(4, 8).double(), kernels=by)
+        gemm(normal(3, 8).bfloat16(), normal(4, 8).bfloat16(), kernels=by)
     assert "_linear_pointwise" not in names
 
 
