@@ -235,12 +235,12 @@ def test_a_key_without_effect_is_named_wherever_it_is_written_and_gone_from_the_
 
 def test_a_script_may_pass_keys_without_effect_and_is_stopped_by_refused_ones() -> None:
     model = LlamaConfig(  # type: ignore[call-arg]
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, use_cache=False, moe_config=None, no_rope_layer=None
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=4, use_cache=False, no_rope_layer=None
     )
     assert not hasattr(model, "use_cache")
-    assert ParallelismArgs(2, expert_parallel_size=1).dp == 2  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="expert_parallel_size: 2 is refused: there are no expert layers"):
-        ParallelismArgs(expert_parallel_size=2)  # type: ignore[call-arg]
+    assert ParallelismArgs(2, moe_layer_recompute=True).dp == 2  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="no_rope_layer: 4 is refused: every layer has rotary positions"):
+        LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, no_rope_layer=4)  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="SpectralMupInit is refused: spectral muP's initial weights"):
         SpectralMupInit(use_mup=True)
     with pytest.raises(ConfigError, match="config:1: lighteval: a mapping is refused: evaluations are not started"):

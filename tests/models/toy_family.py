@@ -31,7 +31,9 @@ def layer_kinds(config: ModelConfig) -> list[str]:
     return ["plain" if layer % 2 else "dense" for layer in range(config.num_hidden_layers)]
 
 
-def plain_mlp_specs(config: ModelConfig, layer: str, init: Init, residual_init: Init) -> Iterator[ParamSpec]:
+def plain_mlp_specs(
+    config: ModelConfig, layer: str, init: Init, residual_init: Init, partial: tuple[str, ...]
+) -> Iterator[ParamSpec]:
     d, f = config.hidden_size, config.intermediate_size
     yield ParamSpec(f"{layer}.mlp.up.weight", (f, d), init, decay=True, shard=(("tp", 0),))
     yield ParamSpec(f"{layer}.mlp.down.weight", (d, f), residual_init, decay=True, shard=(("tp", 1),))
@@ -56,7 +58,7 @@ def chunk() -> type[DecoderChunk]:
     from nanotron.ops.linear import linear
 
     class PlainMLP(nn.Module):
-        def __init__(self, make: Any, name: str, tp: Any, fuse: Any) -> None:
+        def __init__(self, config: Any, make: Any, name: str, tp: Any, fuse: Any) -> None:
             super().__init__()
             self.tp = tp
             self.up, self.down = make(f"{name}.up.weight"), make(f"{name}.down.weight")

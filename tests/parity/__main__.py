@@ -10,6 +10,7 @@ from tests.parity.cases import (
     Case,
     compiled_cases,
     context_cases,
+    expert_cases,
     named_cases,
     product_cases,
     schedule_cases,
@@ -26,7 +27,8 @@ HEADER = f"{'':4}{'dp tp pp, then what differs from the default':58}{'loss':>9}{
 def main(words: list[str]) -> int:
     """Run all cases; print one line each and return 1 if any differs from one device."""
     schedules = list(SCHEDULE_NAMES)
-    cases = [*product_cases(), *named_cases(), *context_cases(), *window_cases(), *compiled_cases()]
+    cases = [*product_cases(), *named_cases(), *context_cases(), *window_cases(), *expert_cases()]
+    cases += compiled_cases()
     cases += [*schedule_cases(schedules), *schedule_product_cases(schedules)]
     cases = [case for case in dict.fromkeys(cases) if all(word in str(case).split() for word in words)]
     pool, references, problems, start = Pool(), dict[Case, Record](), list[str](), time.monotonic()

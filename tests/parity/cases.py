@@ -39,6 +39,7 @@ class Case:
     loss_chunk: int | None = None
     cp: int = 1
     cp_mode: str = "ALL_GATHER"
+    ep: int = 1
     # ---------------------------------------------------------------------------
     tied: bool = False
     family: str = "llama"
@@ -47,6 +48,8 @@ class Case:
     documents: bool = False
     window: int | None = None
     window_layers: tuple[int, ...] | None = None
+    experts: int = 0
+    router: str = "plain"
     dtype: str = "float32"
     accumulate_in_fp32: bool = True
     steps: int = STEPS
@@ -210,6 +213,45 @@ def window_cases() -> list[Case]:
         Case(cp=2, pp=2, schedule="zbv", documents=True, **some, dtype="float64", family="qwen2"),
         Case(tp=2, pp=2, schedule="zb_h1", tp_mode="REDUCE_SCATTER", recompute_layer=True, **some, family="qwen3"),
         Case(dp=2, pp=2, schedule="interleaved_1f1b", rows=3, documents=True, window=5, zero_stage=1, family="mistral"),
+    ]
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "z-loss": {"router_z_loss_coef": 0.01},
+    "shared": {"enable_shared_expert": True, "shared_expert_intermediate_size": 48, "layers": [1, 3]},
+    "grouped": {
+        "score_function": "sigmoid",
+        "normalize_top_k": True,
+        "num_expert_groups": 4,
+        "top_k_groups": 2,
+        "bias_update_rate": 0.01,
+        "routed_scaling_factor": 1.5,
+        "enable_shared_expert": True,
+        "shared_expert_intermediate_size": 48,
+        "shared_expert_gate": False,
+    },
+}
+"""Further keys of moe_config, by name."""
+
+
+def expert_cases() -> list[Case]:
+    """Experts: shared by replicas, cut over tp, beside every other axis, with each kind of router."""
+    exact: dict[str, Any] = {"dtype": "float64", "experts": 8}
+    gathered: dict[str, Any] = {"tp_mode": "REDUCE_SCATTER", **exact}
+    return [
+        Case(dp=2, ep=2, zero_stage=1, **exact),
+        Case(dp=2, ep=2, router="shared", recompute_layer=True, **exact),
+        Case(tp=2, router="grouped", **exact),
+        Case(tp=2, router="shared", family="qwen2", recompute_layer="selective", **gathered),
+        Case(tp=4, router="grouped", documents=True, **gathered),
+        Case(cp=2, documents=True, router="shared", **exact),
+        Case(dp=2, ep=2, cp=2, zero_stage=1, family="qwen3", **exact),
+        Case(dp=4, ep=2, zero_stage=1, router="grouped", **exact),
+        Case(dp=2, ep=2, tp=2, zero_stage=1, router="grouped", **gathered),
+        Case(dp=2, ep=2, pp=2, schedule="zb_h1", zero_stage=1, recompute_layer="selective", router="shared", **exact),
+        Case(dp=2, ep=2, pp=2, schedule="zbv", router="grouped", rows=1, tied=True, zero_stage=1, **exact),
+        Case(tp=2, pp=2, schedule="zb_h1", router="z-loss", **gathered),
     ]
 
 

@@ -17,8 +17,8 @@ from nanotron.data.feed import Feed
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box
 from nanotron.training.step import Training
-from nanotron.training.topology import mesh_axes, tied_stages
-from tests.parity.cases import Case
+from nanotron.training.topology import mesh_axes, parameter_specs, tied_stages
+from tests.parity.cases import ROUTERS, Case
 from tests.pool import Pool
 
 VOCABULARY = 257
@@ -61,6 +61,7 @@ def config_of(case: Case) -> Config:
                 "pp": case.pp,
                 "context_parallel_size": case.cp,
                 "cp_mode": case.cp_mode,
+                "expert_parallel_size": case.ep,
                 "pp_engine": case.schedule,
                 "tp_mode": case.tp_mode,
                 "recompute_layer": case.recompute_layer,
@@ -85,6 +86,7 @@ def config_of(case: Case) -> Config:
                     "z_loss_coefficient": 1e-2,
                     "sliding_window_size": case.window,
                     "sliding_window_layers": list(case.window_layers) if case.window_layers else None,
+                    "moe_config": moe_config(case),
                 },
             },
             "optimizer": {
@@ -102,6 +104,14 @@ def config_of(case: Case) -> Config:
             "data_stages": [{"name": "random", "start_training_step": 1, "data": {"dataset": None}}],
         }
     )
+
+
+def moe_config(case: Case) -> dict[str, Any] | None:
+    """Small experts, of which each token uses two, and losses large enough to show."""
+    if not case.experts:
+        return None
+    common = {"num_experts": case.experts, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.1}
+    return common | ROUTERS[case.router]
 
 
 def microbatches_of(feed: Feed, update: int, case: Case, mesh: Mesh) -> list[Batch]:
@@ -172,7 +182,10 @@ def train(rank: int, world: int, case: Case) -> Trained:
 def prepare(config: Config, mesh: Mesh) -> Training:
     """Groups, model and initial weights, as the trainer sets them up."""
     if mesh.world > 1:
-        mesh.create_groups(tied_stages=[stage for stages in tied_stages(config).values() for stage in stages])
+        mesh.create_groups(
+            {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()},
+            tied_stages=[stage for stages in tied_stages(config).values() for stage in stages],
+        )
     training = Training(config, mesh, "cpu")
     training.initialize()
     return training

@@ -18,6 +18,7 @@ from tests.parity.cases import (
     Case,
     context_cases,
     covering_cases,
+    expert_cases,
     named_cases,
     pairs_of,
     product_cases,
@@ -62,7 +63,14 @@ def test_one_device_learns_so_that_later_steps_depend_on_earlier_updates(
     assert losses[-1] < losses[0] - learnt
 
 
-CASES = [*covering_cases(), *named_cases(), *context_cases(), *window_cases(), *schedule_cases(list(SCHEDULE_NAMES))]
+CASES = [
+    *covering_cases(),
+    *named_cases(),
+    *context_cases(),
+    *window_cases(),
+    *expert_cases(),
+    *schedule_cases(list(SCHEDULE_NAMES)),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -15,6 +15,7 @@ from nanotron.config.data import (
     PretrainDatasetsArgs,
     SFTDatasetsArgs,
 )
+from nanotron.config.experts import MoEConfig
 from nanotron.config.general import (
     GeneralArgs,
     LoggingArgs,
@@ -58,6 +59,7 @@ __all__ = [
     "LoggingArgs",
     "MetricsLoggingArgs",
     "MistralConfig",
+    "MoEConfig",
     "ModelArgs",
     "ModelConfig",
     "NanosetDatasetsArgs",
@@ -83,7 +85,6 @@ _NOT_HERE = {
     "AllForwardAllBackwardPipelineEngine": 'write pp_engine="afab"',
     "GenerationArgs": "generation has no config section; see `nanotron generate --help`",
     "LightEvalConfig": "evaluations are not started from a training run; export a checkpoint and evaluate that",
-    "MoEConfig": "there are no expert layers",
     "OneForwardOneBackwardPipelineEngine": 'write pp_engine="1f1b"',
     "Starcoder2Config": "the Starcoder2 family is not available",
 }

@@ -107,6 +107,12 @@ class ParallelismArgs:
         "ALL_GATHER",
         "How attention sees sequences that are cut: ALL_GATHER gathers keys and values, ALL_TO_ALL cuts heads instead.",
     )
+    expert_parallel_size: Int = key(
+        1,
+        "Data-parallel replicas that share one set of experts, each holding some of them (expert parallelism); a"
+        " divisor of dp.",
+        gt=0,
+    )
     pp_layers: list[Int] | None = key(
         None,
         "Layers of each pipeline stage, first to last, e.g. [5, 7].",

@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from nanotron.config.compat.retired import INIT_METHOD, MODEL, MODEL_CONFIG, retires
+from nanotron.config.experts import MoEConfig
 from nanotron.config.keys import (
     Derived,
     Float,
@@ -97,6 +98,10 @@ class ModelConfig:
         None, "Layers that have the window, by number from 0; null is all.", min_length=1
     )
 
+    moe_config: MoEConfig | None = key(
+        None, "Mixture of experts: layers whose MLP is many small ones, of which each token uses a few; null is none."
+    )
+
     def __post_init__(self) -> None:
         fill(self, "num_key_value_heads", self.num_attention_heads)
         fill(self, "intermediate_size", 64 * math.ceil(8 * self.hidden_size / 3 / 64))
@@ -123,6 +128,12 @@ class ModelConfig:
         """The last tokens that a token sees in a layer; None: all."""
         layers = self.sliding_window_layers
         return self.sliding_window_size if layers is None or layer in layers else None
+
+    @property
+    def sparse_layers(self) -> list[int]:
+        """The layers that have experts, by number from 0."""
+        moe = self.moe_config
+        return [layer for layer in range(self.num_hidden_layers) if moe is not None and moe.has_experts(layer)]
 
     @property
     def qkv_bias(self) -> bool:

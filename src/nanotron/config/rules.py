@@ -21,6 +21,7 @@ LAYERS, TRAIN_STEPS = "model.model_config.num_hidden_layers", "tokens.train_step
 SEQUENCE, SCHEDULER = "tokens.sequence_length", "optimizer.learning_rate_scheduler"
 STAGE_SEQUENCES = "data_stages[].sequence_length"
 WINDOW_LAYERS = "model.model_config.sliding_window_layers"
+MOE, EXPERT_RANKS = "model.model_config.moe_config", "parallelism.expert_parallel_size"
 
 
 class Rule(NamedTuple):
@@ -153,6 +154,27 @@ def _heads_divide_by_cp(config: Config) -> Findings:
         )
 
 
+@rule("parallelism.expert_parallel_size", "parallelism.dp", "parallelism.tp", MOE)
+def _experts_divide_by_their_ranks(config: Config) -> Findings:
+    layout, moe = config.parallelism, config.model.model_config.moe_config
+    ep, tp = layout.expert_parallel_size, layout.tp
+    if moe is None:
+        if ep > 1:
+            yield EXPERT_RANKS, f"{ep} ranks share the experts, but the model has none; use 1, or give {MOE}"
+        return
+    experts = moe.num_experts
+    legal = [size for size in divisors(layout.dp) if experts % (size * tp) == 0]
+    use = f"use {listed(legal)}" if legal else f"use another tp, of {listed(divisors(experts))}"
+    if layout.dp % ep:
+        yield EXPERT_RANKS, f"{ep} does not divide parallelism.dp={layout.dp}; {use}"
+    elif experts % (ep * tp):
+        yield (
+            EXPERT_RANKS if legal else "parallelism.tp",
+            f"{ep if legal else tp}: {MOE}.num_experts={experts} does not divide by"
+            f" expert_parallel_size={ep} · tp={tp}; {use}",
+        )
+
+
 def _sequence_lengths(config: Config) -> Iterator[tuple[str, int]]:
     if any(stage.sequence_length is None for stage in config.data_stages):
         yield SEQUENCE, config.tokens.sequence_length
@@ -180,6 +202,39 @@ def _windows_belong_to_layers(config: Config) -> Findings:
         yield WINDOW_LAYERS, f"{chosen} have a window, but there is none; set sliding_window_size too, or leave it out"
     if beyond := [layer for layer in chosen if layer >= layers]:
         yield WINDOW_LAYERS, f"{beyond} are beyond {LAYERS}={layers}; use layers 0 to {layers - 1}"
+
+
+@rule(MOE, LAYERS)
+def _experts_belong_to_layers(config: Config) -> Findings:
+    moe, layers = config.model.model_config.moe_config, config.model.model_config.num_hidden_layers
+    if moe is None or moe.layers == [-1]:
+        return
+    if beyond := [layer for layer in moe.layers if not 0 <= layer < layers]:
+        yield f"{MOE}.layers", f"{beyond} are beyond {LAYERS}={layers}; use layers 0 to {layers - 1}, or [-1] for all"
+
+
+@rule(MOE)
+def _tokens_find_enough_experts(config: Config) -> Findings:
+    moe = config.model.model_config.moe_config
+    if moe is None:
+        return
+    experts, groups = moe.num_experts, moe.num_expert_groups
+    if moe.top_k > experts:
+        yield f"{MOE}.top_k", f"{moe.top_k} is more than num_experts={experts}; use at most {experts}"
+    elif experts % groups:
+        yield (
+            f"{MOE}.num_expert_groups",
+            f"{groups} does not divide num_experts={experts}; use {listed(divisors(experts))}",
+        )
+    elif moe.top_k_groups > groups:
+        yield f"{MOE}.top_k_groups", f"{moe.top_k_groups} is more than num_expert_groups={groups}; use at most {groups}"
+    elif moe.top_k > moe.top_k_groups * (experts // groups):
+        least = -(-moe.top_k * groups // experts)
+        yield (
+            f"{MOE}.top_k_groups",
+            f"{moe.top_k_groups} groups of {experts // groups} experts have fewer than top_k={moe.top_k}; use at least"
+            f" {least}",
+        )
 
 
 @rule("model.model_config.rope_scaling")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from nanotron.batch import Batch, Spans
 from nanotron.models.cache import LayerCache
-from nanotron.models.specs import EMBED, FINAL_NORM, StageModules, dense_layers, head_name
+from nanotron.models.experts import MoE
+from nanotron.models.specs import EMBED, FINAL_NORM, StageModules, decoder_layers, head_name
 from nanotron.ops.chunk import Hooks
 from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.cross_entropy import cross_entropy
@@ -74,7 +75,7 @@ class DecoderChunk(nn.Module):
     """
 
     mlps: ClassVar[Mapping[str, Callable[..., nn.Module]]]
-    """The second half of a layer, by the layer's kind."""
+    """The second half of a layer, by the layer's kind; it gives [b, s, d], or that with losses and metrics."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class DecoderChunk(nn.Module):
         kinds: Sequence[str] | None = None,
         shared: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """``kinds``: of all the model's layers; None: dense ones.
+        """``kinds``: of all the model's layers; None: those of a decoder.
 
         ``shared``: weights of this rank's other chunks, used instead of a second copy of a tied one.
         """
@@ -106,19 +107,22 @@ class DecoderChunk(nn.Module):
             kernels=options.kernels or kernels_of(options.device),
         )
 
+        precision = torch.promote_types(options.dtype, torch.float32)
+
         def make(name: str) -> nn.Parameter:
             if name not in self.weights:
                 self.specs[name] = specs[name]
                 if shared and name in shared:
                     self.weights[name] = shared[name]
                 else:
-                    shape = specs[name].local_box(mesh).shape
-                    weight = torch.empty(shape, dtype=options.dtype, device=options.device)
-                    self.weights[name] = nn.Parameter(weight)
+                    shape, learns = specs[name].local_box(mesh).shape, specs[name].learns
+                    dtype = options.dtype if learns else precision
+                    weight = torch.empty(shape, dtype=dtype, device=options.device)
+                    self.weights[name] = nn.Parameter(weight, requires_grad=learns)
             return self.weights[name]
 
         attend = partial(context_attention, mesh=mesh, mode=options.context_mode, kernels=self.tp.kernels)
-        kinds = kinds or dense_layers(config)
+        kinds = kinds or decoder_layers(config)
         self.embed = make(EMBED) if modules.embed else None
         self.layers = nn.ModuleList(
             Block(
@@ -134,7 +138,6 @@ class DecoderChunk(nn.Module):
         )
         self.norm = make(FINAL_NORM) if modules.head else None
         self.head = make(head_name(config)) if modules.head else None
-        precision = torch.promote_types(options.dtype, torch.float32)
         self.frequencies = rotary_frequencies(config, precision, options.device)
 
     def initialize(self, seed: int) -> None:
@@ -158,11 +161,13 @@ class DecoderChunk(nn.Module):
         """Run the chunk on one microbatch: (activations for the next chunk, token-sum losses, metrics).
 
         x: None in the first chunk, else [b, s, d] ([b, s/t, d]). The last chunk returns losses {"lm": …, "z": …}, and
-        its logits [b, s, V/t] unless they were computed in chunks; the others return no losses.
+        its logits [b, s, V/t] unless they were computed in chunks; any adds its routers' losses.
         cache: one for each layer, to generate: the batch goes on from the tokens that it holds, and the last chunk
         returns the logits [b, 1, V/t] of its last token, and no losses.
-        metrics, while the hooks are measuring: Σ x² over this rank's tokens, of the outputs of embedding and layers.
+        metrics: what routers tell, by "load/" and "entropy/" and the layer's name; while the hooks are measuring, Σ x²
+        over this rank's tokens, of the outputs of embedding and layers.
         """
+        losses: dict[str, Tensor] = {}
         metrics: dict[str, Tensor] = {}
         if self.embed is not None:
             self.hooks.before_block(EMBED)
@@ -175,12 +180,14 @@ class DecoderChunk(nn.Module):
         for block, kept in zip(self.layers, caches, strict=True):
             self.hooks.before_block(str(block.name))
             if self.options.recompute and torch.is_grad_enabled():
-                x = recomputed(block, x, rotary, batch.spans, products=products)
+                x, added, told = recomputed(block, x, rotary, batch.spans, products=products)
             else:
-                x = block(x, rotary, batch.spans, kept)
+                x, added, told = block(x, rotary, batch.spans, kept)
+            losses |= {name: losses[name] + loss if name in losses else loss for name, loss in added.items()}
+            metrics |= {f"{name}/{block.name}": value for name, value in told.items()}
             metrics |= self._measured(str(block.name), x)
         if self.head is None or self.norm is None:
-            return x, {}, metrics
+            return x, losses, metrics
         self.hooks.before_block(FINAL_NORM)
         self.hooks.before_block(head_name(self.config))
         x = self.fuse(rms_norm)(x, self.norm, self.config.rms_norm_eps)
@@ -195,7 +202,7 @@ class DecoderChunk(nn.Module):
         else:
             lm, squared_log_z = self._chunked_loss(x, batch.labels, self.options.loss_chunk)
         z_loss = {"z": self.config.z_loss_coefficient * squared_log_z} if self.config.z_loss_enabled else {}
-        return x, {"lm": lm, **z_loss}, metrics
+        return x, {"lm": lm, **z_loss, **losses}, metrics
 
     def _measured(self, name: str, x: Tensor) -> dict[str, Tensor]:
         """{name: Σ x²} in float64 when activations are measured, else nothing."""
@@ -247,12 +254,17 @@ class Block(nn.Module):
         self.attn_norm = make(f"{name}.attn_norm.weight")
         self.attn = Attention(config, make, f"{name}.attn", tp, fuse, attend)
         self.mlp_norm = make(f"{name}.mlp_norm.weight")
-        self.mlp = mlp(make, f"{name}.mlp", tp, fuse)
+        self.mlp = mlp(config, make, f"{name}.mlp", tp, fuse)
 
-    def forward(self, x: Tensor, rotary: Rotary, spans: Spans | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: Rotary, spans: Spans | None, cache: LayerCache | None = None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """x [b, s, d] ([b, s/t, d]) -> (the next layer's x, losses, metrics); sums over this rank's tokens."""
         y = self.attn(self.fuse(rms_norm)(x, self.attn_norm, self.eps), rotary, spans, cache)
         x, y = self.fuse(add_and_norm)(x, y, self.mlp_norm, self.eps)
-        return x + self.mlp(y)  # type: ignore[no-any-return]
+        z = self.mlp(y)
+        z, losses, metrics = z if isinstance(z, tuple) else (z, {}, {})
+        return x + z, losses, metrics
 
 
 class Attention(nn.Module):
@@ -293,7 +305,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) · up(x)) over this rank's features (arXiv 2002.05202)."""
 
-    def __init__(self, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
+    def __init__(self, config: ModelConfig, make: Make, name: str, tp: TensorParallel, fuse: Fuse) -> None:
         super().__init__()
         self.tp, self.fuse = tp, fuse
         self.gate_up, self.down = make(f"{name}.gate_up.weight"), make(f"{name}.down.weight")
@@ -304,4 +316,4 @@ class MLP(nn.Module):
         return y
 
 
-DecoderChunk.mlps = {"dense": MLP}
+DecoderChunk.mlps = {"dense": MLP, "sparse": partial(MoE, shared=MLP)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanotron.models.flops import decoder_layer_flops
-from nanotron.models.specs import decoder_specs, dense_layers
+from nanotron.models.specs import decoder_layers, decoder_specs
 from nanotron.parallel.params import ParamSpec
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def decoder_chunk() -> type[DecoderChunk]:
-    """The chunk of a decoder whose layers are dense."""
+    """The chunk of a decoder whose layers are dense, or have experts."""
     from nanotron.models.decoder import DecoderChunk
 
     return DecoderChunk
@@ -43,7 +43,7 @@ class Family:
     """None: it can be neither imported nor exported."""
     specs: Callable[..., dict[str, ParamSpec]] = decoder_specs
     """(config, *, std, scaling_method, sequence_parallel) -> every parameter by global name, in the model's order."""
-    layer_kinds: Callable[[ModelConfig], Sequence[str]] = dense_layers
+    layer_kinds: Callable[[ModelConfig], Sequence[str]] = decoder_layers
     """The kind of each layer; layers of one kind, under one window, have equal parameters, memory and FLOPs."""
     layer_flops: Callable[[ModelConfig, str, int], int] = decoder_layer_flops
     """(config, kind, tokens) -> FLOPs of a layer's forward over one sequence, without a window."""

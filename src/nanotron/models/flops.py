@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def decoder_layer_flops(model: ModelConfig, kind: str, sequence_length: int) -> int:
-    """FLOPs of a dense decoder layer's forward over one sequence, without a window; the only ``kind`` there is.
+    """FLOPs of a decoder layer's forward over one sequence, without a window; of experts, those that a token uses.
 
     Letters: s sequence, d hidden, h heads, k key/value heads, e head size, f feed-forward.
     """
@@ -22,6 +22,11 @@ def decoder_layer_flops(model: ModelConfig, kind: str, sequence_length: int) -> 
     h, k, e = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     projections = 2 * s * d * (h + 2 * k) * e + 2 * s * h * e * d  # q, k, v; then out
     feed_forward = 6 * s * d * f  # gate, up, down
+    if kind == "sparse":
+        moe = model.moe_config
+        assert moe is not None
+        shared = moe.shared_expert_intermediate_size if moe.enable_shared_expert else 0
+        feed_forward = 2 * s * d * moe.num_experts + 6 * s * d * (moe.top_k * moe.moe_intermediate_size + shared)
     return projections + attention_flops(model, s, s) + feed_forward
 
 

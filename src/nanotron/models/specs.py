@@ -13,6 +13,15 @@
     norm.weight                     [d]
     head.weight                     [V, d]        as embed.weight; absent when tied: then the head *is* embed.weight
 
+A layer with E experts of inner width f, and a shared one of width g, has instead of mlp.gate_up and mlp.down:
+
+    layers.i.mlp.router.weight           [E, d]
+    layers.i.mlp.router.bias             [E]           moves by bias_update_rate, has no gradient
+    layers.i.mlp.shared.gate_up.weight   [2, g, d]     as a dense MLP's; so is shared.down [d, g]
+    layers.i.mlp.shared_gate.weight      [1, d]
+    layers.i.mlp.experts.gate_up.weight  [E, 2, f, d]  cut on dim 0 over ep, then tp: whole experts
+    layers.i.mlp.experts.down.weight     [E, d, f]     cut on dim 0 over ep, then tp
+
 Where the family has them: attn.q.bias [h·e], attn.kv.bias [2, kv·e], attn.out.bias [d], attn.q_norm.weight and
 attn.k_norm.weight [e]. Fused tensors are stacked on a dim of their own, so every shard stays one cut of one dim.
 """
@@ -37,9 +46,20 @@ def head_name(config: ModelConfig) -> str:
     return EMBED if config.tie_word_embeddings else HEAD
 
 
+ROUTER_LOSSES = ("balance", "router_z")
+"""What routers add to the loss, in any stage."""
+
+
 def loss_names(config: ModelConfig) -> tuple[str, ...]:
-    """The losses that the last stage reports, each a sum over tokens."""
-    return ("lm", "z") if config.z_loss_enabled else ("lm",)
+    """The losses that the stages report, each a sum over tokens."""
+    moe = config.moe_config
+    wanted = {
+        "lm": True,
+        "z": config.z_loss_enabled,
+        "balance": moe is not None and moe.router_aux_loss_coef > 0,
+        "router_z": moe is not None and moe.router_z_loss_coef > 0,
+    }
+    return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
 class StageModules(NamedTuple):
@@ -55,13 +75,15 @@ class StageModules(NamedTuple):
         return StageModules(range(config.num_hidden_layers), embed=True, head=True)
 
 
-MLPSpecs = Callable[["ModelConfig", str, Init, Init], Iterator[ParamSpec]]
-"""(config, name of the layer, init, init of what writes to the residual stream) -> parameters of its second half."""
+MLPSpecs = Callable[["ModelConfig", str, Init, Init, tuple[str, ...]], Iterator[ParamSpec]]
+"""(config, name of the layer, init, init of what writes to the residual stream, axes over which a gradient of what is
+replicated is partial) -> parameters of its second half."""
 
 
-def dense_layers(config: ModelConfig) -> list[str]:
-    """The kind of each layer of a model whose layers are alike."""
-    return ["dense"] * config.num_hidden_layers
+def decoder_layers(config: ModelConfig) -> list[str]:
+    """The kind of each layer: ``"sparse"`` where it has experts, else ``"dense"``."""
+    sparse = set(config.sparse_layers)
+    return ["sparse" if layer in sparse else "dense" for layer in range(config.num_hidden_layers)]
 
 
 def decoder_specs(
@@ -78,16 +100,16 @@ def decoder_specs(
     ``std`` of the normal initialisation; matrices that write to the residual stream (attn.out, mlp.down) are divided by
     √(2·layers) (``"num_layers"``), √(2·(layer + 1)) (``"layer_index"``) or 1 (``"none"``).
     Under ``sequence_parallel`` every replicated parameter sees only its rank's tokens, so its gradient is partial.
-    ``kinds``: of each layer, where they are not all dense; ``mlps``: the parameters of each kind's second half.
+    ``kinds``: of each layer, where the family has its own; ``mlps``: the parameters of each kind's second half.
     """
     partial = ("tp",) if sequence_parallel else ()
     vocabulary = (config.vocab_size, config.hidden_size)
     specs = [ParamSpec(EMBED, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),))]
-    for layer, kind in enumerate(kinds or dense_layers(config)):
+    for layer, kind in enumerate(kinds or decoder_layers(config)):
         depth = {"none": 0.5, "num_layers": config.num_hidden_layers, "layer_index": layer + 1}[scaling_method.lower()]
         init, residual_init = Init("normal", std), Init("normal", std / sqrt(2 * depth))
         specs += _attention_specs(config, f"layers.{layer}", init, residual_init, partial)
-        specs += (mlps or {"dense": dense_mlp_specs})[kind](config, f"layers.{layer}", init, residual_init)
+        specs += (mlps or MLP_SPECS)[kind](config, f"layers.{layer}", init, residual_init, partial)
     specs.append(ParamSpec(FINAL_NORM, (config.hidden_size,), ONES, decay=False, partial_grad=partial))
     if not config.tie_word_embeddings:
         specs.append(ParamSpec(HEAD, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),)))
@@ -119,8 +141,35 @@ def _attention_specs(
     yield ParamSpec(f"{layer}.mlp_norm.weight", (d,), ONES, decay=False, partial_grad=partial)
 
 
-def dense_mlp_specs(config: ModelConfig, layer: str, init: Init, residual_init: Init) -> Iterator[ParamSpec]:
+def dense_mlp_specs(
+    config: ModelConfig, layer: str, init: Init, residual_init: Init, partial: tuple[str, ...] = ()
+) -> Iterator[ParamSpec]:
     """Of a gated MLP."""
-    d, f = config.hidden_size, config.intermediate_size
-    yield ParamSpec(f"{layer}.mlp.gate_up.weight", (2, f, d), init, decay=True, shard=(("tp", 1),))
-    yield ParamSpec(f"{layer}.mlp.down.weight", (d, f), residual_init, decay=True, shard=(("tp", 1),))
+    yield from _gated(f"{layer}.mlp", config.hidden_size, config.intermediate_size, init, residual_init)
+
+
+def sparse_mlp_specs(
+    config: ModelConfig, layer: str, init: Init, residual_init: Init, partial: tuple[str, ...]
+) -> Iterator[ParamSpec]:
+    """Of a router, its experts, and the expert that all tokens share."""
+    d, moe, name = config.hidden_size, config.moe_config, f"{layer}.mlp"
+    assert moe is not None
+    experts, f = moe.num_experts, moe.moe_intermediate_size
+    yield ParamSpec(f"{name}.router.weight", (experts, d), init, decay=True, partial_grad=partial)
+    if moe.bias_update_rate is not None:
+        yield ParamSpec(f"{name}.router.bias", (experts,), ZEROS, decay=False, learns=False)
+    if moe.enable_shared_expert:
+        yield from _gated(f"{name}.shared", d, moe.shared_expert_intermediate_size, init, residual_init)
+        if moe.shared_expert_gate:
+            yield ParamSpec(f"{name}.shared_gate.weight", (1, d), init, decay=True, partial_grad=partial)
+    cut = (("ep", 0), ("tp", 0))
+    yield ParamSpec(f"{name}.experts.gate_up.weight", (experts, 2, f, d), init, decay=True, shard=cut)
+    yield ParamSpec(f"{name}.experts.down.weight", (experts, d, f), residual_init, decay=True, shard=cut)
+
+
+def _gated(name: str, d: int, f: int, init: Init, residual_init: Init) -> Iterator[ParamSpec]:
+    yield ParamSpec(f"{name}.gate_up.weight", (2, f, d), init, decay=True, shard=(("tp", 1),))
+    yield ParamSpec(f"{name}.down.weight", (d, f), residual_init, decay=True, shard=(("tp", 1),))
+
+
+MLP_SPECS: dict[str, MLPSpecs] = {"dense": dense_mlp_specs, "sparse": sparse_mlp_specs}

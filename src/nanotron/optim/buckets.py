@@ -117,7 +117,7 @@ class Buckets:
         self.all.reverse()  # backward meets the last layers first
         for index, chunk in enumerate(chunks):
             self._attach(chunk, index)
-        in_forward = [self._by_weight[weight] for chunk in chunks for weight in chunk.weights.values()]
+        in_forward = [self._by_weight[weight] for chunk in chunks for weight in _learning(chunk).values()]
         self._by_first_use = list(dict.fromkeys(in_forward))
         self._next = 0
 
@@ -139,7 +139,7 @@ class Buckets:
     def _blocks(self, index: int, chunk: Chunk, placed: set[Tensor]) -> Iterator[tuple[GroupKey, list[str], int]]:
         """(key, names, bytes) of the parameters of each block that are treated alike."""
         blocks: dict[tuple[str, GroupKey], list[str]] = {}
-        for name, weight in chunk.weights.items():
+        for name, weight in _learning(chunk).items():
             if weight not in placed:  # a tied weight that an earlier chunk of this rank has already placed
                 placed.add(weight)
                 blocks.setdefault((_block(name), self._treatment(index, chunk.specs[name], weight)), []).append(name)
@@ -201,7 +201,7 @@ class Buckets:
                 bucket.wait()
 
         chunk.hooks.before_block = before_block
-        for name, weight in chunk.weights.items():
+        for name, weight in _learning(chunk).items():
             bucket = self._by_weight[weight]
             slot = next(slot for slot in bucket.slots if slot.weight is weight)
             grads = bucket.grads[slot.start : slot.start + slot.box.numel].view(slot.box.shape)
@@ -219,7 +219,7 @@ class Buckets:
             bucket.grads.zero_()
             bucket.missing = 0
         for chunk in self._chunks:
-            for name, weight in chunk.weights.items():
+            for name, weight in _learning(chunk).items():
                 self._by_weight[weight].missing += microbatches * chunk.uses(name, sequence_length)
 
     def _ready(self, weight: Tensor) -> None:
@@ -301,6 +301,11 @@ def squared_norm(flat: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_ROW), dim=1, dtype=precision)
     rest = torch.linalg.vector_norm(flat[whole:], dtype=precision)
     return torch.cat([rows, rest[None]]).double().square().sum()
+
+
+def _learning(chunk: Chunk) -> dict[str, nn.Parameter]:
+    """The chunk's weights that have a gradient."""
+    return {name: weight for name, weight in chunk.weights.items() if weight.requires_grad}
 
 
 def _block(name: str) -> str:

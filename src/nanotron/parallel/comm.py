@@ -6,6 +6,7 @@
     gather(x, axis, dim)        all-gather        reduce-scatter    identity
     scatter_sum(x, axis, dim)   reduce-scatter    all-gather        identity
     exchange(x, axis, …)        all-to-all        all-to-all        identity
+    exchange_rows(x, axis, …)   all-to-all        all-to-all        identity
 
 The first four are conjugate pairs: a column-cut matmul enters by ``copy_to`` (or ``gather``) and the row-cut one after
 it leaves by ``sum_from`` (or ``scatter_sum``). All reductions are sums. Below them stand the plain operations that they
@@ -15,7 +16,7 @@ pipeline engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +69,15 @@ def exchange(x: Tensor, mesh: Mesh, axis: str, *, split: int, join: int) -> Tens
     x [.., n·l, .., m, ..] -> [.., l, .., n·m, ..] with n ranks; the size of ``split`` divides by n.
     """
     return x if mesh.size(axis) == 1 else _apply(_Exchange, x, mesh.group(axis), split, join)
+
+
+def exchange_rows(x: Tensor, mesh: Mesh, axis: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send ``sent[i]`` rows of x to rank i, and get ``received[i]`` from it. Forward: all-to-all; backward: back.
+
+    x [Σ sent, ..], its rows in the order of the ranks they go to -> [Σ received, ..], in the order of those they are
+    from. The numbers may differ, and be 0.
+    """
+    return x if mesh.size(axis) == 1 else _apply(_ExchangeRows, x, mesh.group(axis), sent, received)
 
 
 class _CopyTo(Function):
@@ -124,6 +134,17 @@ class _Exchange(Function):
         return all_to_all(grad, ctx.group, ctx.join, ctx.split), None, None, None
 
 
+class _ExchangeRows(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return all_to_all_rows(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return all_to_all_rows(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
 def _apply(function: type[Function], *args: Any) -> Tensor:
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
@@ -162,6 +183,13 @@ def all_to_all(x: Tensor, group: ProcessGroup, split: int, join: int) -> Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group)
     return torch.cat(received.unbind(), join)
+
+
+def all_to_all_rows(x: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send ``sent[i]`` rows of x to rank i and get ``received[i]`` from it: [Σ sent, ..] -> [Σ received, ..]."""
+    rows = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=group)
+    return rows
 
 
 # --------------------------------------------------------- begun now, awaited later

@@ -40,14 +40,16 @@ DATA_AXES = ("dp", "cp")
 
 
 def training_axes(
-    *, dp: int, tp: int, pp: int, num_key_value_heads: int, cp: int = 1
+    *, dp: int, tp: int, pp: int, num_key_value_heads: int, cp: int = 1, ep: int = 1
 ) -> dict[str, int | dict[str, int]]:
     """The axes of a training run. With more tp ranks than key/value heads, tp_rep ranks share each head.
 
+    ep replicas, neighbours along dp, share one set of experts: dp = edp · ep, with edp copies of the set.
     Legal when num_key_value_heads % tp == 0 (tp_rep = 1) or tp % num_key_value_heads == 0 (checked with the config).
     """
     tp_kv = min(tp, num_key_value_heads)
-    return {"pp": pp, "dp": dp, "cp": cp, "tp": {"tp_kv": tp_kv, "tp_rep": tp // tp_kv}}
+    replicas: int | dict[str, int] = {"edp": dp // ep, "ep": ep} if ep > 1 else dp
+    return {"pp": pp, "dp": replicas, "cp": cp, "tp": {"tp_kv": tp_kv, "tp_rep": tp // tp_kv}}
 
 
 class Mesh:

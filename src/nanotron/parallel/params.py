@@ -90,9 +90,11 @@ class Init:
 class ParamSpec:
     """The one declaration of a parameter, written where the parameter is born.
 
-    ``shard``: (mesh axis, tensor dim) pairs; a dim of L elements is cut at L·i//n, so shards may be uneven.
+    ``shard``: (mesh axis, tensor dim) pairs; a dim of L elements is cut at L·i//n, so shards may be uneven. A dim that
+    is named twice is cut again within each part: experts over ep, and a rank's over tp.
     ``partial_grad``: axes that replicate the parameter while each rank computes only a part of its gradient.
     ``decay``: whether weight decay applies. ``lr_scale`` multiplies the learning rate.
+    ``learns``: whether it has a gradient; one that has none is moved by a rule of its own, in float32 at least.
     """
 
     name: str
@@ -102,6 +104,7 @@ class ParamSpec:
     shard: tuple[tuple[str, int], ...] = ()
     partial_grad: tuple[str, ...] = ()
     lr_scale: float = 1.0
+    learns: bool = True
 
     @property
     def numel(self) -> int:
@@ -111,9 +114,10 @@ class ParamSpec:
         """The part of the parameter that lives on this rank."""
         offset, shape = [0] * len(self.shape), list(self.shape)
         for axis, dim in self.shard:
-            length, n, i = self.shape[dim], mesh.size(axis), mesh.coord(axis)
-            offset[dim] = length * i // n
-            shape[dim] = length * (i + 1) // n - offset[dim]
+            length, n, i = shape[dim], mesh.size(axis), mesh.coord(axis)
+            start = length * i // n
+            offset[dim] += start
+            shape[dim] = length * (i + 1) // n - start
         return Box(tuple(offset), tuple(shape))
 
     def reduce_axes(self, mesh: Mesh) -> tuple[str, ...]:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.checkpoint.format import StateShard
-from nanotron.models.specs import loss_names
+from nanotron.models.specs import ROUTER_LOSSES, loss_names
 from nanotron.ops.kernels import Kernels
 from nanotron.optim.lr import learning_rate
 from nanotron.parallel.comm import AsyncHandle, begin_all_reduce_
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
+from nanotron.training.balance import ExpertBalance
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
 from nanotron.training.diagnostics import diagnostics_of
@@ -45,6 +46,7 @@ class Training:
         self.chunks = build_chunks(config, mesh, stages, options)
         self.buckets = build_buckets(config, mesh, self.chunks)
         self.optimizer = build_optimizer(config, self.buckets)
+        self.balance = ExpertBalance(config, mesh, self.chunks)
         self.pipeline = Pipeline(
             self.chunks,
             pipeline_schedule(config),
@@ -75,12 +77,14 @@ class Training:
             losses = self.pipeline.run(microbatches, lambda: 1.0 / num_targets().clamp(min=1))
         self.buckets.finish()
         names = loss_names(self._config.model.model_config)
-        word = ControlWord(self.buckets.squared_norm(), self._counted(losses), names, save=save, stop=stop)
+        vectors = self.balance.vectors(self.pipeline.metrics)
+        word = ControlWord(self.buckets.squared_norm(), self._counted(losses), names, vectors, save=save, stop=stop)
         word.reduce(self._mesh, num_targets())
         if diagnostics:
             diagnostics.before_update(self.optimizer)
         lr = learning_rate(self._config.optimizer.learning_rate_scheduler, update)
         self.optimizer.step(lr, word.grad_scale(self._config.optimizer.clip_grad), word.found_inf())
+        self.balance.move_biases(word)
         if diagnostics:
             diagnostics.after_update()
             word.diagnostics = diagnostics
@@ -95,12 +99,16 @@ class Training:
             mine = index % bucket.replicas == bucket.replica  # replicas share the writing
             writes = bucket.key.counted and mine
             yield StateShard("weight", slot.spec.name, slot.spec.shape, slot.box, slot.weight.data, writes)
+        yield from self.balance.state()
         for kind, spec, box, tensor, writes in self.optimizer.state():
             yield StateShard(kind, spec.name, spec.shape, box, tensor, writes)
 
     def _counted(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The losses, on one rank of those that hold copies of them."""
-        return losses if self._mesh.coord("tp") == 0 else {}
+        """The losses, on one rank of those that hold copies of them: routers may see their own rank's tokens only."""
+        if self._mesh.coord("tp") == 0:
+            return losses
+        own = ROUTER_LOSSES if self._config.parallelism.sequence_parallel else ()
+        return {name: loss for name, loss in losses.items() if name in own}
 
 
 def begin_to_count_targets(microbatches: Sequence[Batch], mesh: Mesh) -> AsyncHandle:

@@ -27,7 +27,7 @@ def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
     layout = config.parallelism
     kv_heads = config.model.model_config.num_key_value_heads
     sizes = {"dp": layout.dp, "cp": layout.context_parallel_size, "tp": layout.tp, "pp": layout.pp}
-    return training_axes(**sizes, num_key_value_heads=kv_heads)
+    return training_axes(**sizes, ep=layout.expert_parallel_size, num_key_value_heads=kv_heads)
 
 
 def pipeline_schedule(config: Config) -> Schedule:

@@ -118,8 +118,7 @@ GENERAL = {
     ),
 }
 PARALLELISM = {
-    "expert_parallel_size": refused("there are no expert layers; leave it at 1", 1),
-    "moe_layer_recompute": no_effect("there are no expert layers; recompute_layer covers every layer"),
+    "moe_layer_recompute": no_effect("recompute_layer covers every layer, those with experts too"),
 }
 MODEL = {"make_vocab_size_divisible_by": no_effect("the vocabulary is never padded: its shards may be uneven")}
 MODEL_CONFIG = {
@@ -150,8 +149,8 @@ MODEL_CONFIG = {
         " is_qwen3_config",
         False,
     ),
-    "moe_config": refused("there are no expert layers; use a dense model"),
 }
+MOE = {"token_dispatcher_type": no_effect("tokens travel to their experts by all-to-all; results are the same")}
 INIT_METHOD = {"use_mup": refused(_MUP, False)}
 TOKENIZER = {
     "tokenizer_revision": no_effect("only the name is used; put the revision you want in a folder"),
