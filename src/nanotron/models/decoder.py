@@ -76,6 +76,8 @@ class DecoderChunk(nn.Module):
 
     mlps: ClassVar[Mapping[str, Callable[..., nn.Module]]]
     """The second half of a layer, by the layer's kind; it gives [b, s, d], or that with losses and metrics."""
+    attention: ClassVar[Callable[..., nn.Module]]
+    """The first half."""
 
     def __init__(
         self,
@@ -132,6 +134,7 @@ class DecoderChunk(nn.Module):
                 self.tp,
                 options.fuse,
                 partial(attend, window=config.window_of(i)),
+                type(self).attention,
                 self.mlps[kinds[i]],
             )
             for i in modules.layers
@@ -247,12 +250,13 @@ class Block(nn.Module):
         tp: TensorParallel,
         fuse: Fuse,
         attend: Attend,
+        attention: Callable[..., nn.Module],
         mlp: Callable[..., nn.Module],
     ) -> None:
         super().__init__()
         self.name, self.eps, self.fuse = name, config.rms_norm_eps, fuse
         self.attn_norm = make(f"{name}.attn_norm.weight")
-        self.attn = Attention(config, make, f"{name}.attn", tp, fuse, attend)
+        self.attn = attention(config, make, f"{name}.attn", tp, fuse, attend)
         self.mlp_norm = make(f"{name}.mlp_norm.weight")
         self.mlp = mlp(config, make, f"{name}.mlp", tp, fuse)
 
@@ -316,4 +320,5 @@ class MLP(nn.Module):
         return y
 
 
+DecoderChunk.attention = Attention
 DecoderChunk.mlps = {"dense": MLP, "sparse": partial(MoE, shared=MLP)}

@@ -75,9 +75,9 @@ class StageModules(NamedTuple):
         return StageModules(range(config.num_hidden_layers), embed=True, head=True)
 
 
-MLPSpecs = Callable[["ModelConfig", str, Init, Init, tuple[str, ...]], Iterator[ParamSpec]]
+LayerSpecs = Callable[["ModelConfig", str, Init, Init, tuple[str, ...]], Iterator[ParamSpec]]
 """(config, name of the layer, init, init of what writes to the residual stream, axes over which a gradient of what is
-replicated is partial) -> parameters of its second half."""
+replicated is partial) -> parameters of one of its halves, without the norm before it."""
 
 
 def decoder_layers(config: ModelConfig) -> list[str]:
@@ -93,39 +93,44 @@ def decoder_specs(
     scaling_method: str = "num_layers",
     sequence_parallel: bool = False,
     kinds: Sequence[str] | None = None,
-    mlps: Mapping[str, MLPSpecs] | None = None,
+    mlps: Mapping[str, LayerSpecs] | None = None,
+    attention: LayerSpecs | None = None,
 ) -> dict[str, ParamSpec]:
     """Every parameter of a decoder by global name, in the order the model uses them.
 
     ``std`` of the normal initialisation; matrices that write to the residual stream (attn.out, mlp.down) are divided by
     √(2·layers) (``"num_layers"``), √(2·(layer + 1)) (``"layer_index"``) or 1 (``"none"``).
     Under ``sequence_parallel`` every replicated parameter sees only its rank's tokens, so its gradient is partial.
-    ``kinds``: of each layer, where the family has its own; ``mlps``: the parameters of each kind's second half.
+    ``kinds``: of each layer, where the family has its own; ``mlps``: the parameters of each kind's second half;
+    ``attention``: those of the first.
     """
     partial = ("tp",) if sequence_parallel else ()
-    vocabulary = (config.vocab_size, config.hidden_size)
+    d, vocabulary = (config.hidden_size,), (config.vocab_size, config.hidden_size)
     specs = [ParamSpec(EMBED, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),))]
     for layer, kind in enumerate(kinds or decoder_layers(config)):
         depth = {"none": 0.5, "num_layers": config.num_hidden_layers, "layer_index": layer + 1}[scaling_method.lower()]
         init, residual_init = Init("normal", std), Init("normal", std / sqrt(2 * depth))
-        specs += _attention_specs(config, f"layers.{layer}", init, residual_init, partial)
-        specs += (mlps or MLP_SPECS)[kind](config, f"layers.{layer}", init, residual_init, partial)
-    specs.append(ParamSpec(FINAL_NORM, (config.hidden_size,), ONES, decay=False, partial_grad=partial))
+        name = f"layers.{layer}"
+        norms = (
+            ParamSpec(f"{name}.{half}_norm.weight", d, ONES, False, partial_grad=partial) for half in ("attn", "mlp")
+        )
+        specs += [next(norms), *(attention or attention_specs)(config, name, init, residual_init, partial)]
+        specs += [next(norms), *(mlps or MLP_SPECS)[kind](config, name, init, residual_init, partial)]
+    specs.append(ParamSpec(FINAL_NORM, d, ONES, decay=False, partial_grad=partial))
     if not config.tie_word_embeddings:
         specs.append(ParamSpec(HEAD, vocabulary, Init("normal", std), decay=True, shard=(("tp", 0),)))
     return {spec.name: spec for spec in specs}
 
 
-def _attention_specs(
+def attention_specs(
     config: ModelConfig, layer: str, init: Init, residual_init: Init, partial: tuple[str, ...]
 ) -> Iterator[ParamSpec]:
-    """Of a layer's first half, and the norm that begins the second."""
+    """Of grouped-query attention."""
     d, e = config.hidden_size, config.head_dim
     q, kv = config.num_attention_heads * e, config.num_key_value_heads * e
     shared_heads = ("tp_rep",)  # each rank's query heads give only a part of a shared key/value head's gradient
     local_heads = ("tp",)  # q and k norms see this rank's heads only, in either tp mode
 
-    yield ParamSpec(f"{layer}.attn_norm.weight", (d,), ONES, decay=False, partial_grad=partial)
     yield ParamSpec(f"{layer}.attn.q.weight", (q, d), init, decay=True, shard=(("tp", 0),))
     kv_shard = (("tp_kv", 1),)
     yield ParamSpec(f"{layer}.attn.kv.weight", (2, kv, d), init, decay=True, shard=kv_shard, partial_grad=shared_heads)
@@ -138,7 +143,6 @@ def _attention_specs(
     yield ParamSpec(f"{layer}.attn.out.weight", (d, q), residual_init, decay=True, shard=(("tp", 1),))
     if config.out_bias:
         yield ParamSpec(f"{layer}.attn.out.bias", (d,), ZEROS, decay=False, partial_grad=partial)
-    yield ParamSpec(f"{layer}.mlp_norm.weight", (d,), ONES, decay=False, partial_grad=partial)
 
 
 def dense_mlp_specs(
@@ -172,4 +176,4 @@ def _gated(name: str, d: int, f: int, init: Init, residual_init: Init) -> Iterat
     yield ParamSpec(f"{name}.down.weight", (d, f), residual_init, decay=True, shard=(("tp", 1),))
 
 
-MLP_SPECS: dict[str, MLPSpecs] = {"dense": dense_mlp_specs, "sparse": sparse_mlp_specs}
+MLP_SPECS: dict[str, LayerSpecs] = {"dense": dense_mlp_specs, "sparse": sparse_mlp_specs}
