@@ -18,6 +18,7 @@ from nanotron.data.sources.documents import HubDataset
 from nanotron.data.tokenize.command import run_tokenize
 from nanotron.errors import ConfigError
 from nanotron.launch.streams import open_streams
+from nanotron.paths import expanded
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -49,9 +50,9 @@ def main() -> None:
         source = os.path.join(source, arguments.glob_pattern)
     try:
         run_tokenize(
-            [source],
-            arguments.output_folder,
-            tokenizer=arguments.tokenizer_name_or_path,
+            [expanded(source)],
+            expanded(arguments.output_folder),
+            tokenizer=expanded(arguments.tokenizer_name_or_path),
             eos=arguments.eos_token,
             append_eos=arguments.eos_token is not None,
             column=arguments.column,

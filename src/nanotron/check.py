@@ -18,6 +18,7 @@ from nanotron.config.load import Reading, read_file
 from nanotron.config.messages import nearest
 from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
 from nanotron.data.document_ends import mask_problems
+from nanotron.data.order.skips import Skips
 from nanotron.data.probe import (
     FoundDataset,
     dataset_problems,
@@ -31,12 +32,14 @@ from nanotron.errors import ConfigError
 from nanotron.logging import human_format
 from nanotron.models.families import family_of
 from nanotron.models.hf_nanotron_names import matching
-from nanotron.pipeline.custom import find_problems, is_custom
+from nanotron.pipeline.custom import find_problems, is_code, is_custom
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
 from nanotron.training.topology import layers_of_stages, parameter_specs, pipeline_schedule
 
 PROBES: list[Rule] = []
-"""Questions that look beyond the config: at schedules and parameters."""
+"""Questions that look beyond the config: at parameters and packages."""
+SCHEDULE_PROBES: list[Rule] = []
+"""Questions to the schedule, which may be Python code that is run to answer them."""
 FILE_PROBES: list[Rule] = []
 """Questions about files, which must lie on this machine to be answered."""
 
@@ -59,16 +62,23 @@ def check(config_file: str | os.PathLike[str], overrides: Sequence[str] = (), np
 
 
 def examine(
-    config_file: str | os.PathLike[str], overrides: Sequence[str] = (), nproc: int | None = None, *, files: bool = True
+    config_file: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+    *,
+    files: bool = True,
+    code: bool = True,
 ) -> Checked:
     """Do what `check` does, and keep the notices; without `files`, data and checkpoints need not be here.
 
-    Raises ConfigError with every mistake.
+    Without `code`, none that the config names is run, and so a schedule in Python is not proven. Raises ConfigError
+    with every mistake.
     """
     reading = read_file(config_file, overrides)
     if reading.config is not None:
         _ask(reading, reading.config, [*RULES, _fits(nproc)])
-        _ask(reading, reading.config, [*PROBES, *FILE_PROBES, *_data_can_be_read(reading.config)] if files else PROBES)
+        probes = [*PROBES, *(SCHEDULE_PROBES if code or not runs_code(reading.config) else [])]
+        _ask(reading, reading.config, [*probes, *FILE_PROBES, *_data_can_be_read(reading.config)] if files else probes)
     config = reading.value()
     if config.model.model_config.vocab_size is None:
         fill(config.model.model_config, "vocab_size", model_vocab_size(config))
@@ -95,10 +105,19 @@ def _cautions(reading: Reading, config: Config, *, files: bool) -> list[Problem]
     return [Problem(path_of(name), text, document.place_of(path_of(name))) for name, text in found]
 
 
-def summary(config: Config) -> list[str]:
-    """Return five lines: parameters, tokens, layout, layers of each rank, data."""
+def runs_code(config: Config) -> bool:
+    """Whether asking for the schedule of a config runs code that the config names."""
+    return is_code(config.parallelism.pp_engine)
+
+
+def summary(config: Config, *, code: bool = True) -> list[str]:
+    """Return five lines: parameters, tokens, layout, layers of each rank, data.
+
+    Without `code`, that of a schedule in Python is not run, so that it is not known which rank has which layers.
+    """
     specs, layout, tokens = parameter_specs(config), config.parallelism, config.tokens
     step = config.global_batch_size_in_tokens
+    layers = _layers_of_ranks(config) if code or not runs_code(config) else "unknown: the schedule's code is not run"
     stages = [f"{stage.name}, from step {stage.start_training_step}: {_source(stage)}" for stage in config.data_stages]
     return [
         f"parameters  {human_format(sum(spec.numel for spec in specs.values()))}, vocabulary"
@@ -107,18 +126,19 @@ def summary(config: Config) -> list[str]:
         f" {config.global_batch_size} samples of {tokens.sequence_length}",
         f"layout      {layout.world_size} ranks: dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp}"
         f" ({layout.tp_mode}){layout.context}, zero stage {config.optimizer.zero_stage}",
-        f"layers      {_layers_of_ranks(config)}",
+        f"layers      {layers}",
         f"data        {' | '.join(stages)}",
     ]
 
 
 def _source(stage: DatasetStageArgs) -> str:
     """Write what a stage reads: `corpus stdlib`, `dataset_folder [data/a, data/b]`, `random tokens`."""
-    dataset = stage.data.dataset
+    dataset, skipped = stage.data.dataset, Skips(stage.data.skip_samples).skipped
+    without = f" without {skipped:,} samples" if skipped else ""
     if dataset is None:
-        return "random tokens"
+        return f"random tokens{without}"
     name = next(iter(fields_of(type(dataset))))
-    return f"{name} {show(getattr(dataset, name))}"
+    return f"{name} {show(getattr(dataset, name))}{without}"
 
 
 def _layers_of_ranks(config: Config) -> str:
@@ -158,11 +178,15 @@ def _probe(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
     return declare(PROBES, keys)
 
 
+def _schedule_probe(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
+    return declare(SCHEDULE_PROBES, keys)
+
+
 def _file_probe(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
     return declare(FILE_PROBES, keys)
 
 
-@_probe(
+@_schedule_probe(
     "parallelism.pp_engine", "parallelism.pp", "parallelism.pp_virtual_stages", "tokens.batch_accumulation_per_replica"
 )
 def _schedule_can_run(config: Config) -> Findings:

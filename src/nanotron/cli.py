@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
-from nanotron.errors import ConfigError, visible
+from nanotron.errors import ConfigError, complain, say
 from nanotron.launch.streams import open_streams
+from nanotron.paths import expanded
 
 app = typer.Typer(name="nanotron", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
-ConfigFile = Annotated[Path, typer.Argument(help="YAML config of the run.", show_default=False)]
+T = TypeVar("T", str, Path, list[str], list[Path], None)
+
+
+def _expanded(given: T) -> T:
+    """What every option and argument that takes a path does with it."""
+    if isinstance(given, list):
+        return [type(path)(expanded(str(path))) for path in given]
+    return given if given is None else type(given)(expanded(str(given)))
+
+
+def _path(help: str) -> Any:
+    """An argument that is a path."""
+    return typer.Argument(help=help, show_default=False, callback=_expanded)
+
+
+def _path_option(help: str, *names: str, show_default: str | bool = False) -> Any:
+    """An option that is a path."""
+    return typer.Option(*names, help=help, show_default=show_default, callback=_expanded)
+
+
+ConfigFile = Annotated[Path, _path("YAML config of the run.")]
 Overrides = Annotated[
     list[str],
     typer.Option("--override", help="Change one key: `tokens.train_steps=20`. Repeatable.", show_default=False),
@@ -45,24 +66,31 @@ def check(
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print only YAML, which loads again to the same config.")
     ] = False,
+    no_code: Annotated[
+        bool, typer.Option("--no-code", help="Run no code that the config names; for files that came from others.")
+    ] = False,
 ) -> None:
-    """Name every mistake in a config; without any, print it resolved, what was defaulted marked, and a summary."""
+    """Name every mistake in a config; without any, print it resolved, what was defaulted marked, and a summary.
+
+    A schedule of one's own (pp_engine: file.py:function) is run to prove that it ends; functions that data_stages name
+    (python: file.py:function) are only looked up in their files, and run when training starts.
+    """
     from nanotron.check import examine, marked, summary
     from nanotron.config.document import dump
 
-    checked = examine(config_file, override, nproc)
+    checked = examine(config_file, override, nproc, code=not no_code)
     for notice in checked.notices:
-        print(visible(notice), file=sys.stderr)
+        complain(notice)
     if resolved:
-        print(dump(checked.config.to_dict()), end="")
+        say(dump(checked.config.to_dict()), end="")
     else:
-        print(marked(checked), "", *map(visible, summary(checked.config)), sep="\n")
+        say(marked(checked), "", *summary(checked.config, code=not no_code))
 
 
 @app.command("export-hf")
 def export_hf(
-    checkpoint: Annotated[str, typer.Argument(help="A step, or a folder of steps; may be a URL.", show_default=False)],
-    target: Annotated[str, typer.Argument(help="Folder to write; may be a URL.", show_default=False)],
+    checkpoint: Annotated[str, _path("A step, or a folder of steps; may be a URL.")],
+    target: Annotated[str, _path("Folder to write; may be a URL.")],
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, float16 or float64.", show_default="the weights' own"),
@@ -72,25 +100,20 @@ def export_hf(
     from nanotron.convert.exporting import export_hf as run
 
     for notice in run(checkpoint, target, dtype=dtype):
-        print(visible(notice), file=sys.stderr)
-    print(f"{target}: a Hugging Face model, made from {checkpoint}")
+        complain(notice)
+    say(f"{target}: a Hugging Face model, made from {checkpoint}")
 
 
 @app.command("import-hf")
 def import_hf(
-    source: Annotated[
-        str,
-        typer.Argument(
-            help="A Hugging Face model folder, or a checkpoint of Hugging Face's Nanotron.", show_default=False
-        ),
-    ],
-    target: Annotated[str, typer.Argument(help="Folder of checkpoints to write step 0 into.", show_default=False)],
+    source: Annotated[str, _path("A Hugging Face model folder, or a checkpoint of Hugging Face's Nanotron.")],
+    target: Annotated[str, _path("Folder of checkpoints to write step 0 into.")],
 ) -> None:
     """Turn a Hugging Face model, or a Hugging Face Nanotron's checkpoint, into a checkpoint (weights only)."""
     from nanotron.convert.importing import import_weights
 
-    checkpoint = import_weights(source, target, tell=lambda line: print(line, file=sys.stderr))
-    print(f"{checkpoint}: train on from it with model.init_method: {{path: {checkpoint}}}")
+    checkpoint = import_weights(source, target, tell=complain)
+    say(f"{checkpoint}: train on from it with model.init_method: {{path: {checkpoint}}}")
 
 
 @app.command()
@@ -98,7 +121,7 @@ def init(
     preset: Annotated[str, typer.Option(help="Size of the model: tiny, 160m, 1b, 8b, 70b or 405b.")] = "tiny",
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="Devices to train on (processes, on a CPU).")] = 1,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write; it must not exist.", show_default="print it")
+        Path | None, _path_option("File to write; it must not exist.", "--output", "-o", show_default="print it")
     ] = None,
 ) -> None:
     """Write a commented starter config for a size of model and a number of devices."""
@@ -106,19 +129,17 @@ def init(
 
     text = starter(preset, gpus)
     if output is None:
-        print(text, end="")
+        say(text, end="")
     elif output.exists():
         raise ConfigError(f"--output {output}: exists already; name another file, or delete it")
     else:
         output.write_text(text, encoding="utf-8")
-        print(f"{output}: next, `nanotron check {output}` and `nanotron train {output}`")
+        say(f"{output}: next, `nanotron check {output}` and `nanotron train {output}`")
 
 
 @app.command()
 def inspect(
-    path: Annotated[
-        str, typer.Argument(help="A step's folder, the folder of the steps, or a data set.", show_default=False)
-    ],
+    path: Annotated[str, _path("A step's folder, the folder of the steps, or a data set.")],
     documents: Annotated[int, typer.Option(min=0, help="First documents of a data set to show.")] = 3,
     token_bytes: Annotated[
         int | None, typer.Option(help="Bytes per token, for flat .bin files: 2 or 4.", show_default=False)
@@ -139,7 +160,7 @@ def inspect(
             )
         lines = inspect_checkpoint(path)
     for line in lines:
-        print(visible(line))
+        say(line)
 
 
 @app.command()
@@ -156,7 +177,7 @@ def plan(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="With --search: file for the best config.", show_default="best-CONFIG"),
+        _path_option("With --search: file for the best config.", "--output", "-o", show_default="best-CONFIG"),
     ] = None,
 ) -> None:
     """Predict memory, traffic, bubble and speed of a layout before it runs; exit code 3 when it does not fit."""
@@ -174,15 +195,15 @@ def plan(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Directory of the run (general.run_dir).", show_default=False)],
+    run: Annotated[Path, _path("Directory of the run (general.run_dir).")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="File to write.", show_default="report.html in the run")
+        Path | None, _path_option("File to write.", "--output", "-o", show_default="report.html in the run")
     ] = None,
 ) -> None:
     """Write a run as one HTML page: loss, speed, memory, health, timeline, config and environment."""
     from nanotron.report import write_report
 
-    print(write_report(run, output))
+    say(write_report(run, output))
 
 
 @app.command()
@@ -197,7 +218,7 @@ def schema(
     from nanotron.pipeline.schedules import SCHEDULE_NAMES
 
     text = reference() if markdown else json.dumps(json_schema(SCHEDULE_NAMES), indent=1, ensure_ascii=False) + "\n"
-    print(text, end="")
+    say(text, end="")
 
 
 @app.command()
@@ -217,18 +238,12 @@ def timeline(
         ),
     ] = None,
     transfer: Annotated[float, typer.Option(help="Time of one transfer between ranks, in the costs' unit.")] = 0.0,
-    run: Annotated[
-        Path | None,
-        typer.Option("--run", help="Folder of a run with a pipeline trace, to draw too.", show_default=False),
-    ] = None,
+    run: Annotated[Path | None, _path_option("Folder of a run with a pipeline trace, to draw too.", "--run")] = None,
     step: Annotated[int | None, typer.Option(help="Traced step of that run.", show_default="its last")] = None,
     output: Annotated[
         list[Path],
-        typer.Option(
-            "--output",
-            "-o",
-            help="File to write: .svg, .html, .json (Chrome trace) or .csv (the schedule). Repeatable.",
-            show_default=False,
+        _path_option(
+            "File to write: .svg, .html, .json (Chrome trace) or .csv (the schedule). Repeatable.", "--output", "-o"
         ),
     ] = [],  # noqa: B006
 ) -> None:
@@ -243,22 +258,18 @@ def timeline(
             path.write_text(as_csv(config), encoding="utf-8")
         else:
             picture.write(path)
-    print(picture.text())
+    say(picture.text())
 
 
 @app.command()
 def tokenize(
     inputs: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Text, .jsonl (also .gz, .zst) or .parquet files, globs, folders of them, or a Hugging Face data set.",
-            show_default=False,
-        ),
+        _path("Text, .jsonl (also .gz, .zst) or .parquet files, globs, folders of them, or a Hugging Face data set."),
     ] = None,
-    output: Annotated[str | None, typer.Option("--output", "-o", help="Folder to write.", show_default=False)] = None,
+    output: Annotated[str | None, _path_option("Folder to write.", "--output", "-o")] = None,
     tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A tokenizer.json, a folder with one, or a Hugging Face name.", show_default=False),
+        str | None, _path_option("A tokenizer.json, a folder with one, or a Hugging Face name.")
     ] = None,
     train_bpe: Annotated[
         int | None, typer.Option(min=1, help="Train a byte-level BPE of this many tokens on the input instead.")
@@ -302,15 +313,12 @@ def tokenize(
 
 @app.command()
 def generate(
-    checkpoint: Annotated[
-        str, typer.Argument(help="A step, a folder of steps, or a Hugging Face model folder.", show_default=False)
-    ],
+    checkpoint: Annotated[str, _path("A step, a folder of steps, or a Hugging Face model folder.")],
     prompt: Annotated[
         list[str], typer.Option("--prompt", help="Text to go on from. Repeatable.", show_default=False)
     ] = [],  # noqa: B006
     batch_file: Annotated[
-        str | None,
-        typer.Option(help='More prompts, one per line; .jsonl: strings or {"prompt": …}.', show_default=False),
+        str | None, _path_option('More prompts, one per line; .jsonl: strings or {"prompt": …}.')
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest continuation.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 0.0,
@@ -340,6 +348,15 @@ def train(
     override: Overrides = [],  # noqa: B006
     nproc: NumProcesses = None,
     plain: Annotated[bool, typer.Option("--plain", help="Log lines instead of the live display.")] = False,
+    smoke: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Stop after step N of the real schedule, saved (tokens.stop_after); the next start goes on from it.",
+            show_default=False,
+        ),
+    ] = None,
     allow_data_change: Annotated[
         bool, typer.Option("--allow-data-change", help="Resume although the data differs from the checkpoint's.")
     ] = False,
@@ -354,7 +371,7 @@ def train(
     with lasting(str(config_file)) as file:  # every rank reads it
         code = run(
             file,
-            override,
+            [*override, *([f"tokens.stop_after={smoke}"] if smoke else [])],
             nproc=nproc,
             plain=plain,
             allow_data_change=allow_data_change,
@@ -365,7 +382,7 @@ def train(
 
 @app.command()
 def watch(
-    run: Annotated[str, typer.Argument(help="Directory of the run (general.run_dir).", show_default=False)],
+    run: Annotated[str, _path("Directory of the run (general.run_dir).")],
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of the live display.")] = False,
 ) -> None:
     """Show a run that another process trains."""
@@ -383,12 +400,12 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        complain(error)
         sys.exit(2)
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"{error.filename}: {(error.strerror or str(error)).lower()}", file=sys.stderr)
+        complain(f"{error.filename}: {(error.strerror or str(error)).lower()}")
         sys.exit(2)
 
 

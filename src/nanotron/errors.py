@@ -1,9 +1,11 @@
-"""The one exception that means "the user can fix this"."""
+"""The one exception that means "the user can fix this", and the one place where commands print."""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -11,6 +13,19 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def visible(text: str) -> str:
     """The text with escapes for what a terminal would obey: control characters but tab and newline, and directions."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(*lines: object, to: TextIO | None = None, end: str = "\n") -> None:
+    """Print lines, at once, to standard output unless told otherwise.
+
+    All that a command says passes here: names and data of others' are shown to the terminal, not obeyed by it.
+    """
+    print(visible("\n".join(map(str, lines))), end=end, file=to, flush=True)
+
+
+def complain(*lines: object, end: str = "\n") -> None:
+    """Print lines to standard error."""
+    say(*lines, to=sys.stderr, end=end)
 
 
 class ConfigError(ValueError):

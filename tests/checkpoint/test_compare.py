@@ -44,6 +44,16 @@ def test_a_model_of_the_same_shapes_and_other_heads_is_refused(tmp_path: Path) -
     ]
 
 
+def test_another_shape_is_told_by_the_keys_that_changed_and_not_by_every_weight(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    (tmp_path / "1" / "model_config.json").write_text(json.dumps({**HEADS, "hidden_size": 4, "z_loss": False}))
+    with pytest.raises(ConfigError) as caught:
+        check_model(f"{tmp_path}/1", {"w": (4, 3), "head.weight": (8, 2)}, {**HEADS, "hidden_size": 8, "window": None})
+    assert [line.split(" is of another model: ")[1] for line in caught.value.problems] == [
+        "model.model_config.hidden_size was 4 in the checkpoint and is 8 now" + FIX
+    ]
+
+
 def test_what_else_changed_in_the_config_is_listed(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     now = {

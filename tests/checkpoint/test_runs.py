@@ -167,6 +167,19 @@ def test_a_finished_run_has_nothing_left_to_train(pool, tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
+def test_a_run_that_its_config_stops_early_keeps_its_schedule_and_goes_on_as_if_it_had_not(
+    pool, tmp_path: Path
+) -> None:
+    straight, early = (values_of(tmp_path / name, tokens__train_steps=4) for name in ("straight", "early"))
+    assert pool.run(1, run, straight) == [codes.DONE]
+    for _ in range(2):  # the second has nothing left to train
+        assert pool.run(1, run, early | {"tokens": early["tokens"] | {"stop_after": 2}}) == [codes.DONE]
+        assert metrics_of(tmp_path / "early") == metrics_of(tmp_path / "straight")[:2]
+    assert newest_complete(str(tmp_path / "early")) == f"{tmp_path}/early/2"
+    assert pool.run(1, run, early) == [codes.DONE]
+    assert metrics_of(tmp_path / "early") == metrics_of(tmp_path / "straight")
+
+
 @pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1)], ids=str)
 def test_a_run_starts_from_a_hugging_face_model(pool, tmp_path: Path, layout) -> None:
     world = layout[0] * layout[1] * layout[2]

@@ -117,6 +117,16 @@ def test_mistakes_end_with_code_2_one_line_each_and_no_traceback(tmp_path: Path)
     ]
 
 
+def test_code_of_others_is_not_run_when_asked_not_to(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("open('ran', 'w')\ndef order(rank, ranks, microbatches):\n    return []\n")
+    (tmp_path / "x.yaml").write_text(RIGHT.replace("dp: 2", "dp: 2\n  pp_engine: code.py:order"))
+    ran = nanotron(tmp_path, "check", "x.yaml", "--no-code")
+    assert (ran.returncode, (tmp_path / "ran").exists()) == (0, False), ran.stderr
+    assert "layers      unknown: the schedule's code is not run" in ran.stdout.splitlines()
+    assert nanotron(tmp_path, "check", "x.yaml").returncode == 2
+    assert (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize("command", ["check", "init", "schema"])
 def test_every_command_and_option_has_help(command: str, tmp_path: Path) -> None:
     ran = nanotron(tmp_path, command, "--help")
@@ -132,6 +142,8 @@ def test_a_starter_config_is_right_as_it_stands(preset: str, tmp_path: Path) -> 
     ran = nanotron(tmp_path, "init", "--preset", preset, "--gpus", str(devices), "-o", "new.yaml")
     assert ran.returncode == 0, ran.stderr
     assert check(tmp_path / "new.yaml", nproc=devices).parallelism.world_size == devices
+    for short in ("tokens.train_steps=20", "tokens.stop_after=20"):  # a schedule may be longer than the run
+        assert check(tmp_path / "new.yaml", [short]).tokens.last_step == 20
     again = nanotron(tmp_path, "init", "-o", "new.yaml")
     assert (again.returncode, again.stderr) == (
         2,

@@ -58,6 +58,22 @@ def test_a_mistake_is_named_exactly(case: dict[str, Any], tmp_path: Path) -> Non
     assert problems(tmp_path, text_of(case), case.get("overrides"), case.get("nproc")) == case["says"]
 
 
+@pytest.mark.parametrize(
+    ("marker", "said"),
+    [
+        ("is_gemma_config", "the family gemma is not available; use is_llama_config, "),
+        ("is_starcoder2_config", "true is refused: the Starcoder2 family is not available; "),
+        ("is_lama_config", "the family lama is not available; did you mean is_llama_config?"),
+    ],
+)
+def test_a_family_that_is_not_there_is_one_line_whatever_keys_come_with_it(
+    tmp_path: Path, marker: str, said: str
+) -> None:
+    own = f"\n    {marker}: true\n    multi_query: true\n    attn_pdrop: 0.1\n    num_key_value_head: 3"
+    (line,) = problems(tmp_path, RIGHT.replace("hidden_size: 64", f"hidden_size: 64{own}"))
+    assert line.startswith(f"8: model.model_config.{marker}: {said}")
+
+
 def test_a_mistake_in_an_override_names_the_override(tmp_path: Path) -> None:
     wrong = ["tokens.train_steps=ten", "parallelism.tp=3", "nonsense", "tokens.x=1", "token.train_steps=2"]
     said = problems(tmp_path, RIGHT, wrong)
@@ -134,6 +150,19 @@ def test_what_is_legal_and_surprising_gets_a_notice(tmp_path: Path) -> None:
     ]
 
 
+def test_a_schedule_has_one_length(tmp_path: Path) -> None:
+    rate, scheduler = "learning_rate: 3e-4\n", "optimizer.learning_rate_scheduler"
+    long = RIGHT.replace(rate, f"{rate}    lr_warmup_steps: 2\n    lr_schedule_steps: 40\n")
+    (tmp_path / "x.yaml").write_text(long)
+    for steps in (5, 80):
+        resolved = check(tmp_path / "x.yaml", [f"tokens.train_steps={steps}"]).optimizer.learning_rate_scheduler
+        assert (resolved.lr_decay_starting_step, resolved.lr_decay_steps) == (2, 38)
+    assert problems(tmp_path, long.replace("lr_warmup_steps: 2", "lr_decay_steps: 3")) == [
+        f"14: {scheduler}.lr_schedule_steps: 40 is not where the decay ends: lr_decay_starting_step=0 +"
+        " lr_decay_steps=3 = 3; make them agree, or leave one out"
+    ]
+
+
 @pytest.mark.parametrize(
     ("scheduler", "said"),
     [
@@ -151,6 +180,11 @@ def test_what_is_legal_and_surprising_gets_a_notice(tmp_path: Path) -> None:
             "lr_decay_starting_step: 8, lr_decay_steps: 3",
             "lr_decay_steps: 3 steps from step 8 end at 11, after the run, tokens.train_steps=10, which ends before the"
             " learning rate has fallen to min_decay_lr=1e-05",
+        ),
+        (
+            "lr_warmup_steps: 2, lr_schedule_steps: 40",
+            "lr_schedule_steps: 40 is after the run, tokens.train_steps=10, which ends before the learning rate has"
+            " fallen to min_decay_lr=1e-05",
         ),
         ("lr_decay_starting_step: 8, lr_decay_steps: 2", ""),
         ("lr_decay_starting_step: 2, lr_decay_steps: 3", ""),

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from nanotron.errors import complain, say
+from nanotron.generate.text import write
+
 COMMAND = "import sys; sys.argv = ['nanotron', 'schema', '--markdown']; from nanotron.cli import main; main()"
 RUN = (
     "import sys; from nanotron.logging import get_logger, set_up_logging; from nanotron.parallel.mesh import Mesh\n"
@@ -57,6 +60,20 @@ def test_a_closed_stream_is_nothing_to_write_to_and_no_other_file_gets_its_numbe
     closed = ["/bin/sh", "-c", 'exec "$0" -c "$1" >&- 2>&-', sys.executable, RUN.replace("for step", f"{code}for step")]
     assert subprocess.run(closed, check=False).returncode == 75
     assert (tmp_path / "file").read_text() == "x"
+
+
+def test_what_a_terminal_would_obey_is_shown_and_what_a_model_wrote_goes_to_files_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a\x1b]0;title\x07\r\u202eb\tc\n"
+    shown = r"a\x1b]0;title\x07\r\u202eb" + "\tc\n"
+    say(text, end="")
+    complain(text, "next")
+    assert capsys.readouterr() == (shown, f"{shown}\nnext\n")
+    write(text)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write(text)
+    assert capsys.readouterr().out == text + shown
 
 
 def test_an_alphabet_without_the_letters_is_written_in_escapes() -> None:

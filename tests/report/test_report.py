@@ -57,7 +57,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with everything that a report can show."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 201)))
-    (folder / "config.yaml").write_text("general:\n  run: a <b>bold</b> run\ntokens:\n  train_steps: 400\n")
+    general = "general:\n  project: a <b>bold</b> project\n  run: a <i>run</i>\n"
+    (folder / "config.yaml").write_text(general + "tokens:\n  train_steps: 400\n")
     environment = {"host": "here", "layout": {"pp": 2, "dp": 2, "cp": 1, "tp": 1}, "device": "a CPU", "cores": 2}
     (folder / "environment.json").write_text(json.dumps(environment))
     (folder / "traces").mkdir()
@@ -97,8 +98,9 @@ def test_the_page_loads_nothing_and_runs_nothing(page: str) -> None:
     assert "@import" not in page
 
 
-def test_a_runs_name_is_text_and_no_markup(page: str) -> None:
-    assert "<h1>a &lt;b&gt;bold&lt;/b&gt; run</h1>" in page
+def test_the_title_is_the_projects_name_which_stays_on_resume_and_names_are_text(page: str) -> None:
+    assert "<h1>a &lt;b&gt;bold&lt;/b&gt; project</h1>" in page
+    assert " · a &lt;i&gt;run&lt;/i&gt;</p>" in page
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ FIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
 
 
 def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_config: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint of another model: one line per weight whose shape differs from ``shapes``, the run's.
+    """Refuse a checkpoint of another model: one whose weights have other shapes than ``shapes``, the run's.
 
-    Weights of equal shape can still be of another model: the keys in FIXED must be those that the checkpoint was
-    trained with. Others, such as rope_theta, may change.
+    There is a line per key of model_config that changed; per weight only if that does not explain it. Weights of equal
+    shape can still be of another model: the keys in FIXED must be those that the checkpoint was trained with. Others,
+    such as rope_theta, may change.
     """
     lines = differences(
         {name: list(shape) for name, shape in _weight_shapes(checkpoint).items()},
@@ -28,8 +29,9 @@ def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_co
     )
     saved = saved_document(open_folder(checkpoint), MODEL_CONFIG)
     if saved is not None:
-        now = {**dict.fromkeys(FIXED), **{key: model_config[key] for key in FIXED if key in model_config}}
-        lines += differences({key: saved.get(key) for key in FIXED}, now, "model.model_config")
+        told = {key for key in {*saved, *model_config} if saved.get(key) or model_config.get(key)} if lines else FIXED
+        before, now = ({key: values.get(key) for key in sorted(told)} for values in (saved, model_config))
+        lines = differences(before, now, "model.model_config") or lines
     if lines:
         shown = lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
         shown[-1] += "; put model.model_config back, or give this model its own checkpoints.checkpoints_path"

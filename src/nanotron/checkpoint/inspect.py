@@ -74,7 +74,7 @@ def _size_lines(index: Index) -> Iterator[str]:
         by_kind.setdefault(key.partition("/")[0], []).append(tensor)
     weights = by_kind.get("weight") or by_kind.get("master") or []
     yield f"parameters   {sum(prod(tensor.shape) for tensor in weights):,} in {len(weights)} tensors"
-    for kind in sorted(by_kind, key=lambda kind: KINDS.index(kind) if kind in KINDS else len(KINDS)):
+    for kind in sorted(by_kind, key=_kind_order):
         held = by_kind[kind]
         size = sum(_bytes(tensor) for tensor in held)
         dtypes = ", ".join(sorted({tensor.dtype for tensor in held}))
@@ -82,10 +82,15 @@ def _size_lines(index: Index) -> Iterator[str]:
     yield f"files        {sum(file.size for file in index.files.values()) / 2**20:,.2f} MiB in {len(index.files)} files"
 
 
+def _kind_order(kind: str) -> int:
+    """Weights first, then their masters and moments."""
+    return KINDS.index(kind) if kind in KINDS else len(KINDS)
+
+
 def _tensor_lines(tensors: CheckpointTensors) -> Iterator[str]:
     width = max((len(key) for key in tensors.index.tensors), default=10)
     yield f"{'tensor':<{width}}  {'shape':<18} {'dtype':<5} {'norm':>12} {'rms':>12} {'largest':>12}"
-    for key, tensor in tensors.index.tensors.items():
+    for key, tensor in sorted(tensors.index.tensors.items(), key=lambda item: _kind_order(item[0].partition("/")[0])):
         squares, largest = _measure(tensors, key)
         norm, rms = sqrt(squares), sqrt(squares / max(1, prod(tensor.shape)))
         shape = "×".join(str(size) for size in tensor.shape) or "scalar"

@@ -74,6 +74,7 @@ class SavedData(TypedDict, total=False):
 
     seed: Required[Any]
     dataset: dict[str, Any] | None
+    skip_samples: list[tuple[Count, Count]]
 
 
 class SavedStage(TypedDict, total=False):

@@ -62,7 +62,8 @@ class Config:
         fill(self, "data_stages", default_stages())
         fill(self.checkpoints, "checkpoints_path", f"runs/{self.general.project}")
         scheduler = self.optimizer.learning_rate_scheduler
-        fill(scheduler, "lr_decay_steps", max(0, self.tokens.train_steps - scheduler.lr_decay_starting_step))
+        length = scheduler.lr_schedule_steps or self.tokens.train_steps
+        fill(scheduler, "lr_decay_steps", max(0, length - scheduler.lr_decay_starting_step))
         fill(self.model.model_config, "max_position_embeddings", max(self.stage_sequence_lengths))
 
     @property

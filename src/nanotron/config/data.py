@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import Discriminator, Field, Tag
 
 from nanotron.config.compat.retired import DATASET, retires
-from nanotron.config.keys import Float, Int, Reads, Section, key, required, section
+from nanotron.config.keys import Count, Float, Int, PathOrUrl, Reads, Section, Width, key, required, section
 
 DEFAULT_STAGE_NAME = "Training"
 
@@ -26,10 +26,11 @@ def _names_kind(value: Any) -> str:
     )
 
 
+Sample = Annotated[Int, Field(ge=0)]
 HuggingFaceNames = Annotated[
-    Annotated[str, Tag("<name>")]
-    | Annotated[list[str], Tag("<list of names>")]
-    | Annotated[dict[str, Float], Tag("<names to fractions>")],
+    Annotated[PathOrUrl, Tag("<name>")]
+    | Annotated[list[PathOrUrl], Tag("<list of names>")]
+    | Annotated[dict[PathOrUrl, Float], Tag("<names to fractions>")],
     Discriminator(_names_kind),
 ]
 Numbers = Annotated[
@@ -42,7 +43,8 @@ Arguments = Annotated[
 ]
 _WEIGHTS = {"type": "object", "additionalProperties": {"type": "number"}}  # split into two keys before it is checked
 StringList = Annotated[list[str], Reads(_as_list, lambda legal: legal["items"])]
-Folders = Annotated[StringList, Reads(lambda value: value, lambda _: _WEIGHTS)]
+Paths = Annotated[list[PathOrUrl], Reads(_as_list, lambda legal: legal["items"])]
+Folders = Annotated[Paths, Reads(lambda value: value, lambda _: _WEIGHTS)]
 
 
 @section
@@ -51,7 +53,7 @@ class EmbeddedCorpusArgs:
     """Text that every machine has: the Python standard library's sources, with a byte-level BPE trained on them."""
 
     corpus: Literal["stdlib"] = required("Name of the embedded corpus.", example="stdlib")
-    folder: str = key(
+    folder: PathOrUrl = key(
         "data/stdlib-bpe4096", "Folder that it is prepared in, once; relative to the working directory.", min_length=1
     )
 
@@ -67,12 +69,14 @@ class NanosetDatasetsArgs:
     dataset_weights: list[Float] | None = key(
         None, "Share of samples from each folder; any positive numbers.", derived="each folder's share of the tokens"
     )
-    dataset_read_path: StringList | None = key(
+    dataset_read_path: Paths | None = key(
         None,
         "Folder of this machine that keeps what is read of each folder behind a URL, or holds a copy of it.",
         derived="data/remote/ and the URL",
     )
-    tokenizer_name: str | None = key(None, "Tokenizer of the folders.", derived="what the folders' .metadata files say")
+    tokenizer_name: PathOrUrl | None = key(
+        None, "Tokenizer of the folders.", derived="what the folders' .metadata files say"
+    )
     vocab_size: Int | None = key(None, "Size of the tokenizer's vocabulary.", derived="from the tokenizer", gt=0)
     token_size_in_bytes: Int | None = key(
         None, "Bytes per token in the files: 2 or 4.", derived="what the folders' .metadata files say"
@@ -93,7 +97,7 @@ class PretrainDatasetsArgs:
     )
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
-    dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
+    dataset_processing_num_proc_per_process: Count = key(1, "Processes that tokenize.", gt=0)
     text_column_name: str = key("text", "Column that holds the text.")
     dataset_weights: list[Float] | None = key(
         None,
@@ -114,7 +118,7 @@ class SFTDatasetsArgs:
     )
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
-    dataset_processing_num_proc_per_process: Int = key(1, "Processes that tokenize.", gt=0)
+    dataset_processing_num_proc_per_process: Count = key(1, "Processes that tokenize.", gt=0)
     sft_dataloader: bool = key(True, "Marks the kind of data set.", marker=True)
     debug_max_samples: Int | None = key(None, "Use only this many samples.", gt=0)
     dataset_weights: list[Float] | None = key(
@@ -129,7 +133,7 @@ class SFTDatasetsArgs:
 class CustomDatasetArgs:
     """Data that Python functions of yours return (examples/custom_data.py shows both kinds)."""
 
-    python: StringList = required(
+    python: Paths = required(
         "`file.py:function` or `module:function`, or a list of them; a function returns an iterable of documents "
         "(texts or lists of token ids; also a list of texts), or an object with `__len__` and `__getitem__` that gives "
         "rows of sequence_length + 1 token ids.",
@@ -181,13 +185,20 @@ class DataArgs:
         None, "The data set; null is random tokens.", factory=default_dataset, derived="the embedded corpus"
     )
     seed: Int = key(42, "Seed of the order of samples.", ge=0)
-    num_loading_workers: Int = key(1, "Threads that load data ahead of the steps.", ge=0)
+    num_loading_workers: Count = key(1, "Threads that load data ahead of the steps.", ge=0)
     shuffle_block: Int | None = key(
         None,
         "Shuffle within blocks of this many neighbouring samples, and the blocks; kind to network file systems. "
         "Null shuffles every sample over the whole data set. Of a stream, blocks come one after another, each source's "
         "in memory while it is shuffled; null keeps its order.",
         gt=0,
+    )
+    skip_samples: list[list[Sample]] = key(
+        None,
+        "Ranges of the stage's samples to leave out, such as those of a loss spike: [[first, end], …], counted from 0;"
+        " first is left out, end is not. metrics.jsonl says the first sample of every step. The others keep their"
+        " order.",
+        factory=list,
     )
     repeat: bool = key(
         True, "Read a data set again, in another order, when it is used up; false ends the run there, after a save."
@@ -201,7 +212,9 @@ class DatasetStageArgs:
     name: str = required("Name of the stage; unique.", example="Stable phase", min_length=1)
     start_training_step: Int = required("First step of the stage, counted from 1.", example=1, gt=0)
     data: Section[DataArgs] = key(None, "The data of the stage.", factory=DataArgs)
-    sequence_length: Int | None = key(None, "Tokens per sample in this stage.", derived="tokens.sequence_length", gt=0)
+    sequence_length: Width | None = key(
+        None, "Tokens per sample in this stage.", derived="tokens.sequence_length", gt=0
+    )
     validation: AnyDataset | None = key(
         None,
         "The data set to validate on in this stage; null is none.",

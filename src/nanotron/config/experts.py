@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from nanotron.config.compat.retired import MOE, retires
-from nanotron.config.keys import Float, Int, Lower, key, section
+from nanotron.config.keys import Count, Float, Int, Lower, Width, key, section
 
 
 @section
@@ -16,9 +16,9 @@ class MoEConfig:
     A token's experts are those of the highest scores; what they give is weighted by their scores and added up.
     """
 
-    num_experts: Int = key(8, "Experts of a layer.", gt=0)
-    top_k: Int = key(2, "Experts of each token.", gt=0)
-    moe_intermediate_size: Int = key(1408, "Inner width of an expert.", gt=0)
+    num_experts: Count = key(8, "Experts of a layer.", gt=0)
+    top_k: Count = key(2, "Experts of each token.", gt=0)
+    moe_intermediate_size: Width = key(1408, "Inner width of an expert.", gt=0)
     layers: list[Int] = key(
         None,
         "Layers that have experts, by number from 0; [-1] is all. The others have the dense MLP.",
@@ -26,7 +26,7 @@ class MoEConfig:
         min_length=1,
     )
     enable_shared_expert: bool = key(False, "Add an MLP that all tokens use.")
-    shared_expert_intermediate_size: Int = key(5632, "Inner width of the shared expert.", gt=0)
+    shared_expert_intermediate_size: Width = key(5632, "Inner width of the shared expert.", gt=0)
     shared_expert_gate: bool = key(
         True, "Weight what the shared expert gives by the sigmoid of one more projection (Qwen2-MoE)."
     )
@@ -35,13 +35,13 @@ class MoEConfig:
     )
     normalize_top_k: bool = key(False, "Divide the scores of a token's experts by their sum.")
     routed_scaling_factor: Float = key(1.0, "Factor of what the routed experts give.", gt=0)
-    num_expert_groups: Int = key(
+    num_expert_groups: Count = key(
         1,
         "Groups of neighbouring experts; a token uses experts of `top_k_groups` of them only. A group's score is its"
         " best expert's, or with sigmoid scores its two best experts' sum (DeepSeek).",
         gt=0,
     )
-    top_k_groups: Int = key(1, "Groups whose experts a token may use.", gt=0)
+    top_k_groups: Count = key(1, "Groups whose experts a token may use.", gt=0)
     router_aux_loss_coef: Float = key(
         0.01,
         "Weight of the loss that balances experts: of each row of tokens, (experts / top_k) · Σ share of the row's"

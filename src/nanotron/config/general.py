@@ -9,10 +9,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from nanotron.config.compat.retired import GENERAL, PARALLELISM, PROFILER, TOKENIZER, retires
 from nanotron.config.keys import (
+    Count,
     Derived,
     Float,
     Int,
     Lower,
+    PathOrUrl,
     Reads,
     Upper,
     derived,
@@ -38,16 +40,19 @@ class GeneralArgs:
         "Name of the run; `%date` becomes the start time (YYYYmmdd_HHMMSS) and `%jobid` the Slurm job id or `local`.",
     )
     seed: Int = key(42, "Seed of the initial weights; the order of the data has its own (`data.seed`).", ge=0)
-    run_dir: str | None = key(
+    run_dir: PathOrUrl | None = key(
         None,
         "Folder of the run's metrics, logs and resolved config.",
         derived="checkpoints.checkpoints_path when that is local, else runs/<run>",
     )
-    threads_per_rank: Int | None = key(
+    threads_per_rank: Count | None = key(
         None, "CPU threads of each rank.", derived="cores of the machine // ranks on it, at least 1", gt=0
     )
     timeout_s: Float = key(
-        600.0, "Seconds that a rank waits for another one's sign of life before the run ends and names that one.", gt=0
+        600.0,
+        "Seconds that a rank waits for another one's sign of life before the run ends and names that one.",
+        gt=0,
+        le=1e7,
     )
 
 
@@ -57,7 +62,7 @@ def _schedule_name(value: Any) -> Any:
     return value.lower() if isinstance(value, str) and "." not in value else value
 
 
-ScheduleName = Annotated[str, Reads(_schedule_name, lambda legal: legal)]
+ScheduleName = Annotated[PathOrUrl, Reads(_schedule_name, lambda legal: legal)]
 
 
 def _true_false_or_a_name(value: Any) -> Any:
@@ -79,9 +84,9 @@ Recomputation = Annotated[
 class ParallelismArgs:
     """The layout: how many ranks share what. It changes speed and memory and nothing else."""
 
-    dp: Int = key(1, "Data-parallel replicas of the model.", gt=0)
-    pp: Int = key(1, "Pipeline-parallel ranks: each holds some of the layers, one after another.", gt=0)
-    tp: Int = key(1, "Tensor-parallel ranks: each holds a shard of every layer's matrices.", gt=0)
+    dp: Count = key(1, "Data-parallel replicas of the model.", gt=0)
+    pp: Count = key(1, "Pipeline-parallel ranks: each holds some of the layers, one after another.", gt=0)
+    tp: Count = key(1, "Tensor-parallel ranks: each holds a shard of every layer's matrices.", gt=0)
     pp_engine: ScheduleName = key(
         "1f1b", "Pipeline schedule, by name, or your own: a `.csv` file, or `file.py:function`.", min_length=1
     )
@@ -100,25 +105,25 @@ class ParallelismArgs:
     tp_recompute_allgather: bool = key(
         True, "Under REDUCE_SCATTER, gather a linear layer's input again in the backward pass instead of keeping it."
     )
-    context_parallel_size: Int = key(
+    context_parallel_size: Count = key(
         1, "Ranks that share every sequence, each with two pieces of it (context parallelism).", gt=0
     )
     cp_mode: Upper[Literal["ALL_GATHER", "ALL_TO_ALL"]] = key(
         "ALL_GATHER",
         "How attention sees sequences that are cut: ALL_GATHER gathers keys and values, ALL_TO_ALL cuts heads instead.",
     )
-    expert_parallel_size: Int = key(
+    expert_parallel_size: Count = key(
         1,
         "Data-parallel replicas that share one set of experts, each holding some of them (expert parallelism); a"
         " divisor of dp.",
         gt=0,
     )
-    pp_layers: list[Int] | None = key(
+    pp_layers: list[Count] | None = key(
         None,
         "Layers of each pipeline stage, first to last, e.g. [5, 7].",
         derived="ranks of equal cost, embedding and head counted",
     )
-    pp_virtual_stages: Derived[Int] = derived(
+    pp_virtual_stages: Derived[Count] = derived(
         "Stages that each pipeline rank holds.", "2 for interleaved_1f1b and zbv, else 1", gt=0
     )
 
@@ -146,7 +151,7 @@ class ParallelismArgs:
 class TokenizerArgs:
     """The tokenizer of the data."""
 
-    tokenizer_name_or_path: str | None = key(
+    tokenizer_name_or_path: PathOrUrl | None = key(
         None,
         "Hugging Face name, folder, or tokenizer.json file.",
         derived="the tokenizer that the data set's own metadata names",
@@ -197,7 +202,7 @@ class PipelineTraceArgs:
 class ProfilerArgs:
     """Traces of some steps: by torch's profiler on rank 0, and of the pipeline's schedule on all its ranks."""
 
-    profiler_export_path: str | None = key(
+    profiler_export_path: PathOrUrl | None = key(
         None, "Folder of the traces of torch's profiler.", derived="<run_dir>/traces, or none with pipeline_trace"
     )
     wait: Int = key(1, "Steps of each cycle that are not looked at.", ge=0)

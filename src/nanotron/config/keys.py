@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 from typing_extensions import dataclass_transform
+
+from nanotron.errors import ConfigError
+from nanotron.paths import expanded
 
 T = TypeVar("T")
 
@@ -204,6 +207,11 @@ def _no_boolean(value: Any) -> Any:
     return value
 
 
+def _whole(value: Any) -> Any:
+    """Accept `1e20` as what it is, a whole number, so that it is refused for its size."""
+    return int(value) if isinstance(value, float) and value.is_integer() else _no_boolean(value)
+
+
 def _empty_section(value: Any) -> Any:
     return {} if value is None else value
 
@@ -217,9 +225,42 @@ def _upper(value: Any) -> Any:
     return getattr(value, "name", value).upper() if isinstance(getattr(value, "name", value), str) else value
 
 
-Int = Annotated[int, BeforeValidator(_no_boolean)]
+def _expand(value: str) -> str:
+    try:
+        return expanded(value)
+    except ConfigError as error:
+        raise PydanticCustomError("rule", "{text}", {"text": str(error)}) from None
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Bounds a kind of whole numbers, so that none overflows, or is counted up to for hours, where it is used."""
+
+    limit: int
+
+    def _check(self, value: int) -> int:
+        if abs(value) > self.limit:
+            raise PydanticKnownError("less_than_equal", {"le": self.limit})
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), "maximum": self.limit}
+
+
+_Whole = Annotated[int, BeforeValidator(_whole)]
+Int = Annotated[_Whole, AtMost(2**60)]
+"""Any whole number: steps, tokens, seeds."""
+Width = Annotated[_Whole, AtMost(2**31 - 1)]
+"""Elements along a dim of a tensor."""
+Count = Annotated[_Whole, AtMost(2**16)]
+"""Things that exist one by one: ranks, layers, microbatches, threads."""
 Float = Annotated[float, BeforeValidator(_no_boolean)]
 Derived = Annotated[T, _Nullable()]
 Section = Annotated[T, Reads(_empty_section, lambda _: {"type": "null"})]
 Lower = Annotated[T, Reads(_lower, choices_in_any_case)]
 Upper = Annotated[T, Reads(_upper, choices_in_any_case)]
+PathOrUrl = Annotated[str, AfterValidator(_expand)]
+"""Every key that names a file or a folder, also one with more behind it, as `file.py:function`."""

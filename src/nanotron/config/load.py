@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,13 +14,16 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from nanotron.config.compat.retired import MODEL_CONFIG
 from nanotron.config.compat.translate import translate
 from nanotron.config.config import Config
 from nanotron.config.document import Document, Problem, parse
 from nanotron.config.keys import Path, overlap
-from nanotron.config.messages import Mistake, explain, meant, mistakes
+from nanotron.config.messages import Mistake, explain, meant, mistakes, nearest
+from nanotron.config.model import FAMILIES
 from nanotron.config.override import apply_override
 from nanotron.errors import ConfigError
+from nanotron.models import families
 
 _ADAPTER = TypeAdapter(Config)
 LARGEST = 2**20  # bytes
@@ -114,8 +118,9 @@ def lasting(name: str) -> Iterator[str]:
 
 def read_document(name: str, document: Document) -> Reading:
     """Validate a document as far as it goes: report what is wrong, put it aside, and look at the rest again."""
+    foreign = _family_that_is_not_here(document)
     notices = translate(document)
-    broken = {problem.path for problem in document.problems if problem.path}
+    broken = {problem.path for problem in document.problems if problem.path} | foreign
     reading = Reading(name, document, None, broken, notices)
     values = copy.deepcopy(document.values)
     for _ in range(_ROUNDS):
@@ -126,6 +131,23 @@ def read_document(name: str, document: Document) -> Reading:
         else:
             break
     return reading
+
+
+def _family_that_is_not_here(document: Document) -> set[Path]:
+    """Report a marker of a family that is not available; the whole section, whose keys are that family's, is broken."""
+    section: Path = ("model", "model_config")
+    values = _value_at(document.values, section)
+    for name in values if isinstance(values, dict) else ():
+        marker = re.fullmatch(r"is_(\w+)_config", str(name))
+        if marker is None or name in FAMILIES or not values[name]:
+            continue
+        if name not in MODEL_CONFIG:  # else it is refused in words of its own
+            guess = nearest(marker[1], families.FAMILIES)
+            fix = f"did you mean is_{guess}_config?" if guess else f"use {', '.join(FAMILIES)}"
+            document.report((*section, name), f"the family {marker[1]} is not available; {fix}")
+            del values[name]
+        return {section}
+    return set()
 
 
 def _collect(reading: Reading, values: dict[str, Any], found: list[Mistake]) -> None:

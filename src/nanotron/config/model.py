@@ -11,12 +11,15 @@ from pydantic_core import PydanticCustomError
 from nanotron.config.compat.retired import INIT_METHOD, MODEL, MODEL_CONFIG, retires
 from nanotron.config.experts import MoEConfig
 from nanotron.config.keys import (
+    Count,
     Derived,
     Float,
     Int,
     Lower,
+    PathOrUrl,
     Reads,
     Section,
+    Width,
     choices,
     derived,
     fill,
@@ -59,15 +62,15 @@ def _unset_when_negative(value: Any) -> Any:
 class ModelConfig:
     """The shape of a decoder-only transformer: what the families have in common."""
 
-    hidden_size: Int = required("Width of the activations between layers.", example=2048, gt=0)
-    num_hidden_layers: Int = required("Number of layers.", example=24, gt=0)
-    num_attention_heads: Int = required("Query heads of each layer.", example=16, gt=0)
-    num_key_value_heads: Derived[Int] = derived("Key and value heads of each layer.", "num_attention_heads", gt=0)
-    head_dim: Derived[Int] = derived("Width of a head.", "hidden_size / num_attention_heads", gt=0, multiple_of=2)
-    intermediate_size: Derived[Int] = derived(
+    hidden_size: Width = required("Width of the activations between layers.", example=2048, gt=0)
+    num_hidden_layers: Count = required("Number of layers.", example=24, gt=0)
+    num_attention_heads: Width = required("Query heads of each layer.", example=16, gt=0)
+    num_key_value_heads: Derived[Width] = derived("Key and value heads of each layer.", "num_attention_heads", gt=0)
+    head_dim: Derived[Width] = derived("Width of a head.", "hidden_size / num_attention_heads", gt=0, multiple_of=2)
+    intermediate_size: Derived[Width] = derived(
         "Inner width of the MLP.", "8/3 of hidden_size, rounded up to a multiple of 64", gt=0
     )
-    vocab_size: Annotated[Derived[Int], Reads(_unset_when_negative, lambda _: {"const": -1})] = derived(
+    vocab_size: Annotated[Derived[Width], Reads(_unset_when_negative, lambda _: {"const": -1})] = derived(
         "Number of tokens that the model knows.", "the tokenizer's", gt=0
     )
     max_position_embeddings: Derived[Int] = derived(
@@ -240,7 +243,7 @@ class RandomInit:
 class ExistingCheckpointInit:
     """Weights of an existing checkpoint; the optimizer starts afresh."""
 
-    path: str = required(
+    path: PathOrUrl = required(
         "A checkpoint, a folder of them (the newest is taken), a Hugging Face Nanotron checkpoint, or a Hugging Face"
         " model folder.",
         example="runs/base/1000",

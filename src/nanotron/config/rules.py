@@ -269,6 +269,23 @@ def _decay_follows_warmup(config: Config) -> Findings:
         yield f"{SCHEDULER}.lr_decay_starting_step", f"{start} lies within the warm-up, lr_warmup_steps={warmup}"
 
 
+@rule(
+    f"{SCHEDULER}.lr_schedule_steps",
+    f"{SCHEDULER}.lr_decay_starting_step",
+    f"{SCHEDULER}.lr_decay_steps",
+    f"{SCHEDULER}.lr_warmup_steps",
+)
+def _schedule_has_one_length(config: Config) -> Findings:
+    scheduler = config.optimizer.learning_rate_scheduler
+    length, start, decay = scheduler.lr_schedule_steps, scheduler.lr_decay_starting_step, scheduler.lr_decay_steps
+    if length is not None and start + decay != length:
+        yield (
+            f"{SCHEDULER}.lr_schedule_steps",
+            f"{length} is not where the decay ends: lr_decay_starting_step={start} + lr_decay_steps={decay}"
+            f" = {start + decay}; make them agree, or leave one out",
+        )
+
+
 @rule(f"{SCHEDULER}.min_decay_lr", f"{SCHEDULER}.learning_rate")
 def _lowest_lr_is_lower(config: Config) -> Findings:
     scheduler = config.optimizer.learning_rate_scheduler
@@ -329,6 +346,15 @@ def _stages_are_in_order(config: Config) -> Findings:
             )
 
 
+@rule("data_stages[].data.skip_samples")
+def _ranges_are_ranges(config: Config) -> Findings:
+    for index, stage in enumerate(config.data_stages):
+        for number, left_out in enumerate(stage.data.skip_samples):
+            if len(left_out) != 2 or left_out[0] >= left_out[1]:
+                key = f"data_stages[{index}].data.skip_samples[{number}]"
+                yield key, f"{left_out} is no range of samples; write [first, end], the first below the end"
+
+
 @rule()
 def _tokens_have_a_size(config: Config) -> Findings:
     for index, stage in enumerate(config.data_stages):
@@ -362,11 +388,10 @@ def _the_run_ends_before_its_schedule(config: Config) -> Findings:
     elif start >= steps and length:
         key, text = "lr_decay_starting_step", f"{start} is not before the end of {run}: the learning rate does not fall"
     elif start + length > steps:
-        key = "lr_decay_steps"
-        text = (
-            f"{length} steps from step {start} end at {start + length}, after {run}, which ends before the learning"
-            f" rate has fallen to min_decay_lr={scheduler.min_decay_lr}"
-        )
+        key, text = "lr_schedule_steps", f"{start + length} is after {run}"
+        if scheduler.lr_schedule_steps is None:
+            key, text = "lr_decay_steps", f"{length} steps from step {start} end at {start + length}, after {run}"
+        text += f", which ends before the learning rate has fallen to min_decay_lr={scheduler.min_decay_lr}"
     else:
         return
     yield f"{SCHEDULER}.{key}", text
@@ -403,6 +428,21 @@ def _stages_are_reached(config: Config) -> Findings:
         if stage.start_training_step > config.tokens.train_steps > 0:
             key = f"data_stages[{index}].start_training_step"
             yield key, f"{stage.start_training_step} is never reached: {TRAIN_STEPS}={config.tokens.train_steps}"
+
+
+@caution("data_stages[].data.skip_samples", TRAIN_STEPS, "parallelism.dp")
+def _skipped_samples_are_reached(config: Config) -> Findings:
+    starts = [stage.start_training_step for stage in config.data_stages]
+    for index, (start, end) in enumerate(zip(starts, [*starts[1:], config.tokens.train_steps + 1], strict=True)):
+        reached = max(0, end - start) * config.global_batch_size
+        for first, last in sorted(config.data_stages[index].data.skip_samples):
+            if first >= reached:
+                yield (
+                    f"data_stages[{index}].data.skip_samples",
+                    f"[{first}, {last}] has no effect: the stage ends with its sample {reached - 1}",
+                )
+                break
+            reached += last - first
 
 
 DEFAULTS_THAT_DIFFER: dict[str, Callable[[Config], str]] = {

@@ -9,12 +9,14 @@ from pydantic_core import PydanticKnownError
 
 from nanotron.config.compat.retired import OPTIMIZER, TOKENS, retires
 from nanotron.config.keys import (
+    Count,
     Derived,
     Float,
     Int,
     Lower,
     Reads,
     Section,
+    Width,
     choices_in_any_case,
     derived,
     fill,
@@ -29,16 +31,27 @@ from nanotron.config.keys import (
 class TokensArgs:
     """How many tokens make a step, and how many steps make the run."""
 
-    sequence_length: Int = required("Tokens per sample.", example=2048, gt=0)
-    micro_batch_size: Int = required("Samples that a replica computes at once.", example=4, gt=0)
-    batch_accumulation_per_replica: Int = required(
+    sequence_length: Width = required("Tokens per sample.", example=2048, gt=0)
+    micro_batch_size: Count = required("Samples that a replica computes at once.", example=4, gt=0)
+    batch_accumulation_per_replica: Count = required(
         "Gradient accumulation: micro-batches per replica and step; a step has micro_batch_size · this · dp samples.",
         example=8,
         gt=0,
     )
     train_steps: Int = key(1000, "Steps of the whole run.", gt=0)
+    stop_after: Int | None = key(
+        None,
+        "Step after which this start stops early, saved as after the last; schedules stay those of train_steps, and the"
+        " next start goes on from there. Null: with the last.",
+        gt=0,
+    )
     val_check_interval: Int = key(-1, "Steps from one validation to the next; -1 is never.", ge=-1)
     limit_val_batches: Int = key(0, "Batches of a validation; 0 is the whole validation set.", ge=0)
+
+    @property
+    def last_step(self) -> int:
+        """The step that this start ends with."""
+        return min(self.train_steps, self.stop_after or self.train_steps)
 
 
 def _optimizer_name(canonical: str) -> Reads:
@@ -90,8 +103,15 @@ class LRSchedulerArgs:
         "How it rises; constant means at once.", "linear"
     )
     lr_decay_style: Derived[Lower[Literal["linear", "cosine", "1-sqrt"]]] = derived("How it falls.", "linear")
+    lr_schedule_steps: Int | None = key(
+        None,
+        "Update with which the learning rate has fallen: the length of the schedule, which stays when the run becomes"
+        " longer or shorter.",
+        derived="tokens.train_steps, or what lr_decay_steps says",
+        gt=0,
+    )
     lr_decay_steps: Derived[Int] = derived(
-        "Updates during which it falls.", "tokens.train_steps - lr_decay_starting_step", ge=0
+        "Updates during which it falls.", "lr_schedule_steps (or tokens.train_steps) - lr_decay_starting_step", ge=0
     )
     lr_decay_starting_step: Derived[Int] = derived(
         "Update after which it falls; up to there it stays at its highest.", "lr_warmup_steps", ge=0

@@ -23,6 +23,7 @@ from nanotron.config.model import AnyModelConfig
 from nanotron.convert.schema import CONFIG, read_json
 from nanotron.convert.sources import HF_NANOTRON, HUGGING_FACE, OURS, kind_of, open_weights
 from nanotron.convert.tokenizer import copy_tokenizer
+from nanotron.data.tokenize.tokenizer import TOKENIZER
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 from nanotron.models.families import family_of
@@ -68,7 +69,11 @@ def import_weights(
         written = write_file(folder, file, group)
         boxes = [_entry(tensor, written.digests[tensor.key]) for tensor in group]
         reports.append({"file": file, "size": written.size, "boxes": boxes, "problems": []})
-    copy_tokenizer(open_folder(found.path), folder)
+    if TOKENIZER not in copy_tokenizer(open_folder(found.path), folder):
+        tell(
+            f"{found.path}: has no tokenizer; generate and export-hf will ask for one: put its tokenizer.json into"
+            f" {folder.path}, or name it as tokenizer.tokenizer_name_or_path when you train on"
+        )
     run = starter_config(config, Path(target).name, planned[0].dtype).to_dict()
     documents = {
         "config.yaml": dump(run),
@@ -119,7 +124,10 @@ def read_model_config(path: str) -> ModelConfig:
     file = "config.json" if kind == HUGGING_FACE else "model_config.json"
     values = read_json(folder, file, CONFIG if kind == HUGGING_FACE else MAPPING)
     if kind == HUGGING_FACE:
-        values = model_config_from_hf(values)
+        try:
+            values = model_config_from_hf(values)
+        except ConfigError as error:
+            raise ConfigError([f"{path}/{line}" for line in error.problems]) from None
     elif kind == HF_NANOTRON:
         values = _known_keys(values)
     config = parse_model_config(values, f"{path}/{file}")
@@ -156,6 +164,6 @@ def starter_config(model: ModelConfig, name: str, dtype: str) -> Config:
 
 
 def _known_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """AnHugging Face Nanotron's model_config.json without what was switched off or only chose kernels there."""
+    """A Hugging Face Nanotron's model_config.json without what was switched off or only chose kernels there."""
     kernels = {"_attn_implementation", "ring_attn_heads_k_stride"}
     return {name: value for name, value in values.items() if value is not None and name not in kernels}

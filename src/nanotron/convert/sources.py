@@ -203,7 +203,9 @@ class ForeignTensors:
             result[shared.slices(box)].copy_(data)
             filled += shared.numel
         if filled != box.numel:
-            raise Damaged(f"the files of {name} hold {filled} of the {box.numel} elements that are needed")
+            raise Damaged(
+                f"{self._folder.path}: the files of {name} hold {filled} of the {box.numel} elements that are needed"
+            )
         return result
 
     def _check(self) -> None:

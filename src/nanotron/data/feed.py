@@ -49,6 +49,8 @@ class StepData(NamedTuple):
     """Of the global batch."""
     num_tokens: int
     """Of the global batch, targets or not."""
+    first_sample: int
+    """The number of the first in the stage's order, as data.skip_samples counts."""
 
 
 class _Loaded(NamedTuple):
@@ -188,7 +190,8 @@ class Feed:
         self._load_ahead(n + 1)
         num_tokens = self._global_batch * scheduled.sequence_length
         self.consumed_tokens += num_tokens
-        return StepData(scheduled.name, [self._batch(part) for part in rows], self._global_batch, num_tokens)
+        number = scheduled.stage.skips.end(first + 1) - 1
+        return StepData(scheduled.name, [self._batch(part) for part in rows], self._global_batch, num_tokens, number)
 
     def validation(self, n: int) -> Iterator[list[Batch]]:
         """The validation set of the stage active at update n, a global batch at a time: this replica's microbatches.

@@ -17,6 +17,7 @@ from nanotron.config import (
     SFTDatasetsArgs,
 )
 from nanotron.data.document_ends import end_token, end_token_of_files
+from nanotron.data.order.skips import Skips
 from nanotron.data.order.stage import Stage, StreamStage
 from nanotron.data.order.windows import IndexedSource, TokenWindows
 from nanotron.data.probe import model_vocab_size
@@ -69,11 +70,17 @@ def build_stages(config: Config) -> list[ScheduledStage]:
 
 def _build_stage(config: Config, args: DatasetStageArgs, vocab_size: int) -> ScheduledStage:
     sequence_length = args.sequence_length or config.tokens.sequence_length
-    stage = _open(config, args, args.data.dataset, sequence_length, vocab_size, name=args.name, repeat=args.data.repeat)
+    skips = Skips(args.data.skip_samples)
+    stage = _open(
+        config, args, args.data.dataset, sequence_length, vocab_size, name=args.name, repeat=args.data.repeat,
+        skips=skips,
+    )  # fmt: skip
     validation = None
     if args.validation is not None:
         name = f"{args.name}, validation"
-        opened = _open(config, args, args.validation, sequence_length, vocab_size, name=name, repeat=False)
+        opened = _open(
+            config, args, args.validation, sequence_length, vocab_size, name=name, repeat=False, skips=Skips()
+        )
         if isinstance(opened, StreamStage):
             raise ConfigError(f"data_stages {args.name!r}: validation needs a data set with a length, not a stream")
         validation = opened
@@ -89,15 +96,16 @@ def _open(
     *,
     name: str,
     repeat: bool,
+    skips: Skips,
 ) -> Stage | StreamStage:
     """A data set's sources, blended, in the order that the stage's keys ask for."""
     sources = _open_sources(config, args, dataset, sequence_length, vocab_size)
     weights = None if dataset is None or isinstance(dataset, EmbeddedCorpusArgs) else dataset.dataset_weights
     if any(isinstance(source, DocumentStream) for source in sources):
-        return StreamStage(name, _shuffled(args, name, _all_streams(sources)), weights)
+        return StreamStage(name, _shuffled(args, name, _all_streams(sources)), weights, skips=skips)
     indexed = [source for source in sources if not isinstance(source, DocumentStream)]
     seed, shuffle_block = args.data.seed, args.data.shuffle_block
-    return Stage(name, indexed, weights, seed=seed, shuffle_block=shuffle_block, repeat=repeat)
+    return Stage(name, indexed, weights, seed=seed, shuffle_block=shuffle_block, repeat=repeat, skips=skips)
 
 
 def _all_streams(sources: Sequence[IndexedSource | DocumentStream]) -> list[DocumentStream]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -14,18 +13,19 @@ from datetime import timedelta
 
 import torch
 
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, complain
 from nanotron.generate.decode import Decoder
 from nanotron.generate.model import load_model
 from nanotron.generate.sampling import Sampling
 from nanotron.generate.source import Source, laid_out, open_source
-from nanotron.generate.text import as_json, as_text, read_prompts
+from nanotron.generate.text import as_json, as_text, read_prompts, write
 from nanotron.launch import codes
 from nanotron.launch.host import exit_code, start_workers, watch_workers
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
 from nanotron.launch.watch import leave_now
 from nanotron.parallel.mesh import Mesh
+from nanotron.paths import expanded
 from nanotron.training.topology import mesh_axes
 
 DEFAULT_PROMPTS = ("def ", "import os")  # of run_generate.py, as its users know it without prompts
@@ -118,17 +118,11 @@ def parser() -> argparse.ArgumentParser:
 def run_generate(argv: Sequence[str] | None = None) -> int:
     """Run this rank of ``run_generate.py`` and return its exit code."""
     asked = parser().parse_args(argv)
-    request = Request(
-        asked.ckpt_path, tuple(asked.prompt or ()), asked.batch_file, asked.max_new_tokens, asked.temperature,
-        asked.top_k, asked.top_p, asked.seed, asked.tp or None, asked.pp or None, asked.batch_size, asked.json,
-        asked.read_special_tokens,
-    )  # fmt: skip
-    if not request.prompts and request.batch_file is None:
-        request = replace(request, prompts=DEFAULT_PROMPTS)
     try:
+        request = _request(asked)
         place = Place.from_environment(os.environ)
     except ConfigError as mistake:
-        print(mistake, file=sys.stderr)
+        complain(mistake)
         return codes.USER_MISTAKE
     peers = Peers(place)
     try:
@@ -145,6 +139,18 @@ def run_generate(argv: Sequence[str] | None = None) -> int:
     if place.world > 1:  # groups cannot be taken down with the others
         leave_now(code)
     return code
+
+
+def _request(asked: argparse.Namespace) -> Request:
+    """What the options of ``run_generate.py`` ask for."""
+    path, batch_file = expanded(asked.ckpt_path), asked.batch_file and expanded(asked.batch_file)
+    prompts = tuple(asked.prompt or ())
+    if not prompts and batch_file is None:
+        prompts = DEFAULT_PROMPTS
+    return Request(
+        path, prompts, batch_file, asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, asked.seed,
+        asked.tp or None, asked.pp or None, asked.batch_size, asked.json, asked.read_special_tokens,
+    )  # fmt: skip
 
 
 def generate(request: Request) -> int:
@@ -205,7 +211,7 @@ def _run(request: Request, place: Place, peers: Peers) -> None:
         mesh.create_groups(timeout=TIMEOUT)
     if place.rank == 0:
         for note in (*source.notes, *_notes_on_length(request, prepared)):
-            print(f"note: {note}", file=sys.stderr)
+            complain(f"note: {note}")
     model = load_model(source.path, config, mesh, device, peers.training_store)
     decoder = Decoder(model, mesh, device, source.ends)
     show = as_json if request.json else as_text
@@ -214,7 +220,7 @@ def _run(request: Request, place: Place, peers: Peers) -> None:
         steps = decoder.tokens(prepared.ids[rows], request.max_new_tokens, request.sampling, first)
         if place.rank == 0:
             for piece in show(prepared.prompts[rows], steps, source.tokenizer):
-                print(piece, end="", flush=True)
+                write(piece)
         else:
             deque(steps, maxlen=0)
 

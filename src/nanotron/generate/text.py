@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, say
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -118,3 +119,12 @@ def as_json(prompts: Sequence[str], steps: Steps, tokenizer: Tokenizer) -> Itera
             row.add(token)
     for row in rows:
         yield json.dumps({"prompt": row.prompt, "text": row.text, "tokens": row.ids}, ensure_ascii=False) + "\n"
+
+
+def write(text: str) -> None:
+    """Print a piece of what the model wrote: to a file or a pipe as it is, to a terminal as `say` does."""
+    if sys.stdout.isatty():
+        say(text, end="")
+    else:
+        sys.stdout.write(text)
+        sys.stdout.flush()

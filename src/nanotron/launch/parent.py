@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, complain, say
 from nanotron.launch import codes
 from nanotron.launch.display import Display, Tail
 from nanotron.launch.failures import Failure, first_of, read_failures, verdict
@@ -58,7 +58,7 @@ def train(
         watch_workers(workers, stop_grace_s=grace, refresh=refresh)
     code = exit_code(workers)
     for line in closing_lines(code, workers, run_dir, earlier):
-        print(line, file=sys.stderr, flush=True)
+        complain(line)
     return code
 
 
@@ -68,7 +68,7 @@ def _shown(config: Config, tail: Tail, workers: Workers) -> Iterator[Callable[[]
     if workers.output is None:
         yield lambda: None
         return
-    display = Display(tail, name=config.general.run, train_steps=config.tokens.train_steps)
+    display = Display(tail, name=config.general.project, train_steps=config.tokens.last_step)
     output = workers.output
     os.set_blocking(output, False)
     unfinished = b""
@@ -113,15 +113,18 @@ def closing_lines(code: int, workers: Workers, run_dir: Path, earlier: Sequence[
 def watch(run: str, *, plain: bool = False) -> int:
     """Show a run that some other process trains, until its last step or Ctrl-C."""
     run_dir = Path(run)
+    from nanotron.config import get_config_from_file
+
     if not (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{run} holds no metrics.jsonl; name the directory of a run (general.run_dir)")
-    train_steps, name = _length_and_name(run_dir)
+    config = get_config_from_file(run_dir / "config.yaml")
+    train_steps = config.tokens.last_step
     tail = Tail(run_dir / "metrics.jsonl")
     with suppress(KeyboardInterrupt):
         if plain or not sys.stdout.isatty():
             _print_steps(tail, train_steps)
         else:
-            display = Display(tail, name=name, train_steps=train_steps)
+            display = Display(tail, name=config.general.project, train_steps=train_steps)
             with display.live:
                 while display.step < train_steps:
                     display.refresh()
@@ -136,12 +139,5 @@ def _print_steps(tail: Tail, train_steps: int) -> None:
             step, tokens = row["step"], row["tokens_per_sec"] * row[TIME_MS] / 1e3
             left.add(row)
             eta = left.seconds(max(0, train_steps - step))
-            print(step_line(row, train_steps=train_steps, batch_tokens=round(tokens), eta=eta), flush=True)
+            say(step_line(row, train_steps=train_steps, batch_tokens=round(tokens), eta=eta))
         time.sleep(0.2)
-
-
-def _length_and_name(run_dir: Path) -> tuple[int, str]:
-    from nanotron.config import get_config_from_file
-
-    config = get_config_from_file(run_dir / "config.yaml")
-    return config.tokens.train_steps, config.general.run

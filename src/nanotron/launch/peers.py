@@ -11,13 +11,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, complain
 from nanotron.launch import codes
 from nanotron.launch.alike import disagreements
 from nanotron.launch.place import Place
@@ -105,7 +104,7 @@ class Peers:
     def say_known(self, mistakes: list[str]) -> int:
         """Print mistakes that every rank knows of, once for all of them. Returns the exit code."""
         if self._place.rank == 0:
-            print(*mistakes, sep="\n", file=sys.stderr, flush=True)
+            complain(*mistakes)
         elif self._said is None:
             time.sleep(OTHERS_WAIT_S)
         self._leave_in_order(says=self._place.rank == 0)
@@ -117,7 +116,7 @@ class Peers:
         with suppress(LostPeers):
             first = self._said is None or self._said.add("mistake/finders", 1) == 1
         if first:
-            print(mistake, file=sys.stderr, flush=True)
+            complain(mistake)
         self._leave_in_order(says=first)
         return codes.USER_MISTAKE
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, complain
 from nanotron.launch import codes
 from nanotron.launch.failures import (
     STACK_SIGNAL,
@@ -45,6 +44,7 @@ from nanotron.launch.place import (
 from nanotron.launch.roll import claimed
 from nanotron.launch.watch import Watch, leave_now
 from nanotron.logging import get_logger, set_up_logging
+from nanotron.paths import expanded
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def run_train(argv: Sequence[str] | None = None) -> int:
     try:
         place = Place.from_environment(os.environ)
     except ConfigError as mistake:
-        print(mistake, file=sys.stderr, flush=True)
+        complain(mistake)
         return codes.USER_MISTAKE
     peers = Peers(place)
     watch = Watch(place, peers)
@@ -91,7 +91,7 @@ def run_train(argv: Sequence[str] | None = None) -> int:
     notices: list[str] = []
     mistakes: list[str] = []
     try:
-        config, notices = checked_config(arguments.config_file, arguments.override, world=place.world)
+        config, notices = checked_config(expanded(arguments.config_file), arguments.override, world=place.world)
     except ConfigError as error:
         mistakes = error.problems
     if mistakes and not _may_be_alone(place, watch):
@@ -240,17 +240,17 @@ def _record_failure(failure: Failure, run_dir: Path | None, peers: Peers) -> int
     if failure.kind != "own" and peers.mistake_was_said():
         return codes.USER_MISTAKE
     if peers.roll is not None:  # it may be a while until the verdict
-        print(failure, file=sys.stderr, flush=True)
+        complain(failure)
     try:
         if run_dir is not None:
             write_failure(run_dir, failure)
     except OSError as error:  # a full disk may be what failed
-        print(f"rank {failure.rank}'s failure is not on record ({error})", file=sys.stderr)
+        complain(f"rank {failure.rank}'s failure is not on record ({error})")
     first, silent = claimed(peers.roll, failure)
     if first.rank == failure.rank:
-        print(failure.traceback, file=sys.stderr, end="")
+        complain(failure.traceback, end="")
     line = verdict(first, silent)
-    print(line, file=sys.stderr, flush=True)
+    complain(line)
     tell_torchrun(line, first, failure)
     return codes.INTERNAL_ERROR
 

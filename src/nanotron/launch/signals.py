@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from nanotron.errors import complain
 from nanotron.launch import codes
 
 if TYPE_CHECKING:
@@ -26,5 +26,5 @@ class StopSignals:
         if self.workers is not None:
             self.workers.stop(number)
             return
-        print("told to stop before the first step", file=sys.stderr, flush=True)
+        complain("told to stop before the first step")
         os._exit(codes.PREEMPTED_UNSAVED)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from nanotron.errors import complain
 from nanotron.launch import codes
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place
@@ -126,8 +127,9 @@ class Watch:
             leave_now(self._code)
 
     def _leave(self, why: str) -> None:
-        with suppress(OSError):
-            print(f"rank {self._rank}: {why}" if why else "", end="\n" if why else "", file=sys.stderr, flush=True)
+        if why:
+            with suppress(OSError):
+                complain(f"rank {self._rank}: {why}")
         leave_now(codes.PREEMPTED_UNSAVED)
 
     def _others_lost(self) -> str:

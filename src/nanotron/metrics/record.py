@@ -80,7 +80,7 @@ class Metrics:
         row = self._row(step, values, work)
         for sink in self._sinks:
             self._attempt(sink, lambda sink=sink: sink.write(step, row))  # type: ignore[misc]
-        last_step = self._config.tokens.train_steps
+        last_step = self._config.tokens.last_step
         self._left.add(row)
         self._since_line = self._since_line.plus(work)
         if step in (self._first_step, last_step) or step % self._config.logging.iteration_step_info_interval == 0:

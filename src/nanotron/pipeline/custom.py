@@ -32,7 +32,12 @@ _CELL = re.compile(r"(\d+)(F|BW|B|W)(\d+)")
 
 def is_custom(name: str) -> bool:
     """Whether a `parallelism.pp_engine` names a file rather than a built-in schedule."""
-    return name.endswith(".csv") or ".py:" in name
+    return name.endswith(".csv") or is_code(name)
+
+
+def is_code(name: str) -> bool:
+    """Whether a `parallelism.pp_engine` names Python code, which runs as soon as its schedule is asked for."""
+    return ".py:" in name
 
 
 def find_schedule(name: str, ranks: int, virtual_stages: int) -> Schedule:

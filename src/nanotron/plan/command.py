@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, say
 from nanotron.plan.fixes import cheapest_fixes
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.layouts import changed
@@ -30,10 +30,10 @@ def plan(config: Config, *, gpu: str, per_node: int, nodes: int | None) -> int:
         )
     planner = Planner(cluster)
     found = planner.plan(config, every_layer=True)
-    print(plan_text(found))
+    say(plan_text(found))
     if found.fits:
         return FITS
-    print("", fixes_text(cheapest_fixes(planner, config)), sep="\n")
+    say("", fixes_text(cheapest_fixes(planner, config)))
     return DOES_NOT_FIT
 
 
@@ -44,12 +44,12 @@ def plan_search(config: Config, *, gpu: str, per_node: int, nodes: int | None, o
     planner = Planner(find_cluster(gpu, per_node))
     devices = nodes * per_node if nodes is not None else config.parallelism.world_size
     found = search(planner, config, devices)
-    print(search_text(found))
+    say(search_text(found))
     if not found.best:
-        print(f"None of {found.num_legal} legal layouts fits on {devices} × {planner.cluster.device.name}.")
+        say(f"None of {found.num_legal} legal layouts fits on {devices} × {planner.cluster.device.name}.")
         return DOES_NOT_FIT
     change, best = found.best[0][0], planner.plan(found.best[0][1].config, every_layer=True)
     header = f"The fastest of {found.num_legal} layouts on {devices} × {planner.cluster.device.name}, as predicted"
     changed(config, change).save_as_yaml(output, resolved=True, header=header)
-    print("", plan_text(best), "", f"{output}: the first of them, to train with", sep="\n")
+    say("", plan_text(best), "", f"{output}: the first of them, to train with")
     return FITS

@@ -85,7 +85,8 @@ def report(run: RunFiles) -> str:
 
 
 def _sections(run: RunFiles) -> Iterator[str]:
-    yield f'<p class="sub">{escape(str(run.folder))}</p>'
+    name = run.config.get("general", {}).get("run")
+    yield f'<p class="sub">{escape(str(run.folder))}{f" · {escape(str(name))}" if name else ""}</p>'
     yield (
         '<section class="facts">'
         + "".join(f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in facts(run))
@@ -143,4 +144,4 @@ def _shown(value: Any) -> str:
 
 def _name(run: RunFiles) -> str:
     general = run.config.get("general", {})
-    return str(general.get("run") or run.folder.resolve().name)
+    return str(general.get("project") or run.folder.resolve().name)

@@ -60,10 +60,8 @@ def train(
     """
     training = Training(config, mesh, device)
     start = init_or_resume(training, config, mesh, store)
-    if start.step >= config.tokens.train_steps:
-        logger.info(
-            f"nothing left to train: step {start.step} of tokens.train_steps={config.tokens.train_steps} is saved"
-        )
+    if start.step >= config.tokens.last_step:
+        logger.info(f"nothing left to train: step {start.step} of {_end_of(config)} is saved")
         return codes.DONE
     before_training()
     if config.model.compile:
@@ -159,7 +157,7 @@ class Run:
         """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
         if self.config.checkpoints.save_initial_state and self.step == 0:
             self._save()
-        while self.step < self.config.tokens.train_steps:
+        while self.step < self.config.tokens.last_step:
             try:
                 data = self.feed.step(self.step + 1)
             except EndOfData as end:
@@ -253,6 +251,7 @@ class Run:
             "consumed_samples": made.consumed_samples,
             "consumed_tokens": made.consumed_tokens,
             "stage": made.data.stage,
+            "first_sample": made.data.first_sample,
         }
         if made.val_loss is not None:
             values["val_loss"] = made.val_loss
@@ -305,7 +304,15 @@ class Run:
         if preempted:
             logger.info(f"stopped at step {self.step} as told, " + ("saved" if saved else "but not saved"))
             return codes.PREEMPTED if saved else codes.PREEMPTED_UNSAVED
+        if self.step == self.config.tokens.last_step < self.config.tokens.train_steps:
+            logger.info(f"stopped at step {self.step} of {self.config.tokens.train_steps}: {_end_of(self.config)}")
         return codes.DONE if saved else codes.USER_MISTAKE
+
+
+def _end_of(config: Config) -> str:
+    """The key that says after which step this start ends, as key=value."""
+    key = "stop_after" if config.tokens.last_step < config.tokens.train_steps else "train_steps"
+    return f"tokens.{key}={getattr(config.tokens, key)}"
 
 
 def _texts(config: Config) -> dict[str, str]:

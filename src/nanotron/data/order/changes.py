@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanotron.data.order.blend import round_weights
+from nanotron.data.order.skips import Skips
 
 WEIGHTS = "data.dataset.dataset_weights"
 FREE = {"dataset_weights", "dataset_processing_num_proc_per_process", "dataset_overwrite_cache"}
@@ -28,8 +29,9 @@ def order_changes(
         if not consumed.get(name) or name not in saved_stages:
             continue
         seeded = name not in streams or stage["data"].get("shuffle_block") is not None
+        end = Skips(saved_stages[name]["data"].get("skip_samples", ())).end(consumed[name])
         before, after = (
-            _decisive(one, config.get("tokens", {}).get("sequence_length"), seeded=seeded)
+            _decisive(one, config.get("tokens", {}).get("sequence_length"), end, seeded=seeded)
             for one, config in ((saved_stages[name], saved), (stage, now))
         )
         for key in sorted(before.keys() | after.keys()):
@@ -44,14 +46,18 @@ def order_changes(
     return lines
 
 
-def _decisive(stage: Mapping[str, Any], sequence_length: int | None, *, seeded: bool) -> dict[str, Any]:
-    """What decides the order of a stage: the value of each key, named from the stage on."""
+def _decisive(stage: Mapping[str, Any], sequence_length: int | None, end: int, *, seeded: bool) -> dict[str, Any]:
+    """What decides the order of a stage: the value of each key, named from the stage on.
+
+    Of samples to skip, those before `end`, the position: what is left out after it is not decided yet.
+    """
     data = stage["data"]
     dataset = data.get("dataset") or {}
     facts = {
         "sequence_length": stage.get("sequence_length") or sequence_length,
         "data.shuffle_block": data.get("shuffle_block"),
         WEIGHTS: dataset.get("dataset_weights"),
+        "data.skip_samples": Skips(data.get("skip_samples", ())).before(end),
     }
     if seeded:
         facts["data.seed"] = data["seed"]

@@ -9,6 +9,7 @@ import numpy as np
 
 from nanotron.data.order.blend import RESOLUTION, Blend
 from nanotron.data.order.permutation import Indices, derive_key, permute, permute_in_blocks
+from nanotron.data.order.skips import Skips
 from nanotron.data.order.windows import IndexedSource, Window
 from nanotron.data.sources.stream import StreamSource
 from nanotron.errors import ConfigError
@@ -17,7 +18,8 @@ from nanotron.errors import ConfigError
 class Stage:
     """A blend of sources, each visited in a new order every epoch.
 
-    sample n  ->  (source, turn) by the blend  ->  (epoch, place) = divmod(turn, windows)  ->  window by the permutation
+    sample  ->  its number n, if some are skipped
+    n  ->  (source, turn) by the blend  ->  (epoch, place) = divmod(turn, windows)  ->  window by the permutation
     """
 
     def __init__(
@@ -29,8 +31,10 @@ class Stage:
         seed: int,
         shuffle_block: int | None = None,
         repeat: bool = True,
+        skips: Skips | None = None,
     ) -> None:
         """Weights default to the sources' windows, so that one epoch of all of them is seen at the same time."""
+        self.skips = skips or Skips()
         self.name = name
         self.sources = list(sources)
         self.source_names = [source.name for source in sources]
@@ -40,11 +44,13 @@ class Stage:
         self.num_samples: int | None = None
         """How many samples there are before a source is exhausted; None: sources are repeated for ever."""
         if not repeat:
-            self.num_samples = self.blend.samples_before_exhaustion([len(source) for source in sources])
+            self.num_samples = self.skips.stay(
+                self.blend.samples_before_exhaustion([len(source) for source in sources])
+            )
 
     def locate(self, samples: Indices) -> tuple[Indices, Indices]:
-        """For each sample number: its source and its window in that source."""
-        owners, turns = self.blend.locate(samples)
+        """For each sample: its source and its window in that source."""
+        owners, turns = self.blend.locate(self.skips.numbers(samples))
         windows = np.empty_like(turns)
         lengths = np.array([len(source) for source in self.sources], dtype=np.int64)
         epochs, places = np.divmod(turns, lengths[owners])
@@ -69,11 +75,12 @@ class Stage:
 
     def taken(self, num_samples: int) -> list[int]:
         """How many of the first `num_samples` samples each source gave."""
-        return self.blend.taken(num_samples)
+        return self.skips.taken(self.blend, num_samples)
 
     def epochs(self, num_samples: int) -> list[int]:
         """How many times each source has been gone through after `num_samples` samples."""
-        return [taken // len(source) for taken, source in zip(self.taken(num_samples), self.sources, strict=True)]
+        reached = self.blend.taken(self.skips.end(num_samples))
+        return [turns // len(source) for turns, source in zip(reached, self.sources, strict=True)]
 
 
 class StreamStage:
@@ -81,20 +88,30 @@ class StreamStage:
 
     num_samples = None  # only the streams themselves know, when they end
 
-    def __init__(self, name: str, sources: Sequence[StreamSource], weights: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[StreamSource],
+        weights: Sequence[float] | None = None,
+        *,
+        skips: Skips | None = None,
+    ) -> None:
         self.name = name
+        self.skips = skips or Skips()
         self.sources = list(sources)
         self.source_names = [source.name for source in sources]
         self.blend = Blend(weights if weights is not None else [1.0] * len(sources))
         self._next_sample = 0
 
     def rows(self, first: int, count: int) -> list[Window]:
-        """The next `count` samples; `first` says which they are."""
+        """The next `count` samples; `first` says which they are. What is skipped is read too, and left out."""
         assert first == self._next_sample, f"sample {first} of a stream that is at sample {self._next_sample}"
-        owners, _ = self.blend.locate(np.arange(first, first + count, dtype=np.int64))
-        windows = [self.sources[owner].next() for owner in owners.tolist()]
-        self._next_sample += count
-        return windows
+        stay = set(self.skips.numbers(np.arange(first, first + count, dtype=np.int64)).tolist())
+        numbers = np.arange(self.skips.end(first), self.skips.end(first + count), dtype=np.int64)
+        owners, _ = self.blend.locate(numbers)
+        read = [(number, self.sources[owner].next()) for number, owner in zip(numbers.tolist(), owners, strict=True)]
+        self._next_sample = first + count
+        return [window for number, window in read if number in stay]
 
     def state_dict(self) -> dict[str, Any]:
         """The positions after the rows read so far."""
@@ -118,7 +135,7 @@ class StreamStage:
 
     def taken(self, num_samples: int) -> list[int]:
         """How many of the first `num_samples` samples each source gave."""
-        return self.blend.taken(num_samples)
+        return self.skips.taken(self.blend, num_samples)
 
 
 def _weights_by_length(sources: Sequence[IndexedSource]) -> list[float]:

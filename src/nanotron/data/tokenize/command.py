@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nanotron.data.sources.documents import HubDataset
 from nanotron.data.tokenize.corpus import CORPUS_FOLDER, is_prepared, prepare_corpus
 from nanotron.data.tokenize.tokenizer import load_tokenizer, vocab_size
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, say
 from nanotron.logging import human_format
 
 
@@ -17,7 +17,7 @@ def prepare_default_corpus(folder: str | None) -> None:
     folder = folder or CORPUS_FOLDER
     known = is_prepared(folder)
     prepare_corpus(folder)
-    print(f"{folder}: the embedded corpus {'is already tokenized' if known else 'has been tokenized'}")
+    say(f"{folder}: the embedded corpus {'is already tokenized' if known else 'has been tokenized'}")
 
 
 def run_tokenize(
@@ -50,9 +50,9 @@ def run_tokenize(
     documents = f"{human_format(summary.documents)} document{'s' if summary.documents != 1 else ''}"
     shards = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
     shortfall = _shortfall(output, train_bpe)
-    print(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}{shortfall}")
+    say(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}{shortfall}")
     for line in filter(None, (summary.left_out, summary.mended)):
-        print(f"{output}: {line}")
+        say(f"{output}: {line}")
 
 
 def _shortfall(output: str, train_bpe: int | None) -> str:

@@ -12,6 +12,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from nanotron.errors import complain
 from nanotron.logging import human_duration, human_format
 
 COUNTERS = ("size", "documents", "tokens", "shards")
@@ -50,7 +51,7 @@ class TokenizeProgress:
             shards = self.counters[3]
             if time.monotonic() - self._last_line >= (SHARD_LINE_S if shards > self._told_shards else LINE_S):
                 self._last_line, self._told_shards = time.monotonic(), shards
-                print(self._line(), file=sys.stderr, flush=True)
+                complain(self._line())
 
     def _counts(self) -> str:
         _, documents, tokens, shards = self.counters[:]

@@ -16,7 +16,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -41,7 +40,7 @@ from nanotron.data.tokenize.tokenizer import (
     vocab_size,
     write_files,
 )
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, complain
 from nanotron.logging import human_format
 
 RECORDS, PLAN = ".tokenize", "plan.json"
@@ -234,7 +233,7 @@ def _write_tokenizer(job: Job, pieces: Sequence[InputPart], *, show_progress: bo
 def _train(job: Job, pieces: Sequence[InputPart], *, show_progress: bool) -> dict[str, str]:
     assert job.train_bpe is not None
     if show_progress:
-        print(f"{job.output}: training a BPE of {job.train_bpe} tokens on the input", file=sys.stderr, flush=True)
+        complain(f"{job.output}: training a BPE of {job.train_bpe} tokens on the input")
     return files_of(train_bpe(_training_texts(job, pieces), job.train_bpe), eos=END_OF_TEXT)
 
 
