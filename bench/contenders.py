@@ -50,7 +50,7 @@ class Subject:
 def ours(name: str = OURS, **options: Any) -> Contender:
     """Ours, with SCHED_BATCH as in training.
 
-    ``config`` holds further keys, ``layout`` dp, tp and pp; ``onednn=False`` leaves all products to MKL.
+    ``config`` holds further keys, ``layout`` those of parallelism; ``onednn=False`` leaves all products to MKL.
     """
     compiled = bool(options.get("config", {}).get("model.compile"))
     return Contender(name, "bench.ours", options, batch_policy=True, warm_up=4 if compiled else 2)
@@ -88,7 +88,7 @@ PLAIN = Contender("plain loop", "bench.peers.plain", environment="torch")
 HUGGING_FACE = Contender("transformers", "bench.peers.hugging_face", environment="transformers")
 
 DDP = Contender("DDP", "bench.peers.ddp", environment="torch")
-
+RING = Contender("ring attention", "bench.peers.ring", environment="torch")
 
 CUBE = {"dp": 2, "tp": 2, "pp": 2}
 
@@ -112,6 +112,23 @@ def pipelining(name: str, schedule: str) -> Contender:
     """torch's own pipeline parallelism on a plain model, beside ours of the same kind."""
     options = {"schedule": schedule}
     return Contender(name, "bench.peers.pipelining", options, environment="torch", against=f"ours, {schedule}")
+
+
+def cut_rows(sequence_length: int) -> Subject:
+    """One row that is cut over two context-parallel ranks, and beside it cut by tensor parallelism."""
+    layout = {"context_parallel_size": 2}
+    return Subject(
+        f"One row of {sequence_length:,} tokens, cut over two ranks, float32",
+        [
+            ours(layout=layout),
+            ours("ours, MKL", layout=layout, onednn=False),
+            ours("ours, ALL_TO_ALL", layout={**layout, "cp_mode": "ALL_TO_ALL"}),
+            ours("ours, tp 2 REDUCE_SCATTER", layout={"tp": 2, "tp_mode": "REDUCE_SCATTER"}),
+            *in_all_ways(RING),
+        ],
+        world=2,
+        shape={"sequence_length": sequence_length, "micro_batch_size": 1, "num_microbatches": 1},
+    )
 
 
 def in_precision(contender: Contender, precision: str, label: str) -> Contender:
@@ -179,6 +196,8 @@ SUBJECTS = {
         ],
         world=2,
     ),
+    "cp2": cut_rows(4096),
+    "cp2-8k": cut_rows(8192),
     "pp2": Subject(
         "Two pipeline stages, float32",
         [

@@ -13,6 +13,7 @@ from bench.shapes import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Shape
 from bench.work import microbatches
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
+from nanotron.data.context import ContextCut
 from nanotron.launch.place import keep_freed_memory
 from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
@@ -70,9 +71,13 @@ def main() -> None:
         mesh = Mesh(mesh_axes(config), dist.get_rank())
         mesh.create_groups()
     shape = Shape(**asked["shape"])
-    positions = torch.arange(shape.sequence_length).expand(shape.micro_batch_size, -1)
+    size = (shape.micro_batch_size, shape.sequence_length)
+    positions = torch.arange(shape.sequence_length).expand(size)
+    held, spans = ContextCut(mesh, config.parallelism.cp_mode).of(size, None)
     share = microbatches(shape, mesh.coord("dp"), mesh.size("dp"))
-    batches = [Batch(tokens, labels, positions) for tokens, labels in share]
+    batches = [
+        Batch(tokens[:, held], labels[:, held], positions[:, held], spans) for tokens, labels in share
+    ]  # the tokens of each row that this rank holds
     kernels: Kernels | None = None if asked.get("onednn", True) else "cpu"  # products by MKL
     training = Training(config, mesh, "cpu", kernels=kernels)
     training.initialize()

@@ -39,6 +39,8 @@ class Measured:
     """Of a step: the mean over each round's turn."""
     first_loss: float | None = None
     warm_up_s: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    """The most that the first process had resident, Python and libraries included."""
     failure: str | None = None
 
 
@@ -75,14 +77,14 @@ class Running:
         """Wait until it has set itself up. Raises Failed."""
         self._answer(START_LIMIT_S)
 
-    def make_steps(self, count: int) -> dict[str, list[Any]]:
-        """Let it make steps, and return their seconds and losses. Raises Failed."""
+    def make_steps(self, count: int) -> dict[str, Any]:
+        """Let it make steps, and return their seconds and losses, and the peak of its memory. Raises Failed."""
         for process in reversed(self._processes):  # the first measures: it starts last
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # it has ended, which the answer tells
                 process.stdin.write(f"{count}\n")
                 process.stdin.flush()
-        answer: dict[str, list[Any]] = self._answer(TURN_LIMIT_S)
+        answer: dict[str, Any] = self._answer(TURN_LIMIT_S)
         return answer
 
     def close(self) -> None:
@@ -170,8 +172,9 @@ def compare(
             first = number % max(1, len(names))
             for name in names[first:] + names[:first]:
                 try:
-                    seconds = running[name].make_steps(1 + steps)["seconds"]
-                    measured[name].seconds.append(mean(seconds[1:]))  # the first brings back what has been paged out
+                    answer = running[name].make_steps(1 + steps)
+                    measured[name].peak_bytes = answer["peak_bytes"]
+                    measured[name].seconds.append(mean(answer["seconds"][1:]))  # the first brings back paged-out memory
                 except Failed as failure:
                     _give_up(name, running, measured, failure)
     finally:

@@ -2,14 +2,15 @@
 
 The runner starts every contender once, then lets them step in turn, so that all meet the same machine. It writes one
 line, the number of steps, to the standard input of each of a contender's processes; the first answers with one line of
-JSON, the seconds and the loss of each step. In between a contender waits for input and uses no processor. This file is
-also imported inside the peers' own environments: it needs torch and nothing else.
+JSON, the seconds and the loss of each step and the most memory it ever had. In between a contender waits for input and
+uses no processor. This file is also imported inside the peers' own environments: it needs torch and nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable
 from time import perf_counter
@@ -45,7 +46,8 @@ def serve(step: Callable[[], float | None]) -> None:
             start = perf_counter()
             losses.append(step())
             seconds.append(perf_counter() - start)
-        answer(first, {"seconds": seconds, "losses": losses})
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+        answer(first, {"seconds": seconds, "losses": losses, "peak_bytes": 1024 * peak})
 
 
 def answer(first: bool, message: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ def main() -> None:
     asked = options()
     prepare(asked["threads"], batch_policy=asked["batch_policy"])
     shape = Shape(**asked["shape"])
+    torch.manual_seed(0)
     model = whole_model(shape, shape.num_hidden_layers)
     precision = in_dtype(model, asked)
     forward = torch.compile(model) if asked.get("compile") else model

@@ -48,6 +48,7 @@ def test_ours_and_a_plain_loop_train_the_same_model_and_both_are_in_the_table_an
         assert len(found["seconds_per_step"]) == 2
         assert found["tokens_per_second"]["low"] <= found["tokens_per_second"]["median"]
         assert 0 < found["share_of_limit"] < 1
+        assert 1e8 < found["peak_bytes"] < 1e10
         assert found["first_loss"] == pytest.approx(4.852, abs=0.1)  # ln 128
     assert told["subjects"]["small"]["contenders"]["plain loop"]["ours_over_it"]["median"] > 0
     assert told["machine"]["versions"]["ours"]["torch"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.contenders import SUBJECTS, Contender, Subject
+from bench.contenders import PLAIN, RING, SUBJECTS, Contender, Subject, ours
 from bench.first_step import (
     STARTERS,
     Failed,
@@ -38,9 +38,9 @@ def test_the_peers_pipeline_is_cut_as_ours(schedule: str, shape: str) -> None:
     assert layers_of_stages(SHAPES[shape], schedule, 2) == ours
 
 
-def losses(contender: Contender, folder: Path) -> list[float]:
-    """Of four steps on two processes, with what this interpreter has installed."""
-    running = Running(replace(contender, environment=None), Subject("", [], world=2), SHAPES["tiny"], folder)
+def losses(contender: Contender, folder: Path, *, world: int = 2) -> list[float]:
+    """Of four steps on some processes, with what this interpreter has installed."""
+    running = Running(replace(contender, environment=None), Subject("", [], world=world), SHAPES["tiny"], folder)
     try:
         running.wait_ready()
         return running.make_steps(4)["losses"]
@@ -66,6 +66,17 @@ def test_dtensor_trains_the_same_however_it_cuts_the_stream_and_the_logits(tmp_p
     assert started_untrained_and_learnt(first)
     for other in others:
         assert other == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_ring_attention_trains_as_whole_rows_do(tmp_path: Path) -> None:
+    whole = losses(PLAIN, tmp_path, world=1)
+    assert started_untrained_and_learnt(whole)
+    assert losses(RING, tmp_path) == pytest.approx(whole, rel=1e-5)
+    ours_whole = losses(ours(), tmp_path, world=1)
+    for one in SUBJECTS["cp2"].contenders:
+        if one.module == "bench.ours":
+            assert losses(one, tmp_path) == pytest.approx(ours_whole, rel=1e-5), one.name
 
 
 @pytest.mark.nightly
