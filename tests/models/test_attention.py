@@ -85,6 +85,27 @@ def test_nothing_is_kept_for_backward_that_grows_with_the_square_of_the_length(l
 
 
 @by_each
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("length", [100, LONG + 50])
+def test_who_asks_for_the_gradient_only_gets_the_same_bits_and_no_values_from_blocks(kernels, length, window):
+    q, k, v, grad = inputs(2, length, 4, 2, torch.float32)
+    spans = document_spans([[0, 30], [0]], length)
+
+    def gradients(only_gradient):
+        def attend(*x):
+            return causal_attention(*x, spans, kernels=kernels, window=window, only_gradient=only_gradient)
+
+        with FlopCounterMode(display=False) as counter:
+            found = value_and_grads(attend, q, k, v, grad)[1:]
+        return found, counter.get_total_flops()
+
+    (whole, most), (alone, least) = gradients(False), gradients(True)
+    assert all(map(torch.equal, whole, alone))
+    if length < LONG and kernels != "accelerator":
+        assert least == most * 5 / 7  # not the scores, nor their products with values
+
+
+@by_each
 def test_documents_of_a_row_do_not_see_each_other(kernels):
     q, k, v, _ = inputs(1, 100, 4, 2, torch.float64)
     together = causal_attention(q, k, v, document_spans([[0, 30, 75]], 100), kernels=kernels)

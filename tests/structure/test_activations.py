@@ -146,6 +146,16 @@ def test_selective_recomputation_multiplies_nothing_again_and_sends_nothing_over
     assert selective.backward["matmul"] < whole.backward["matmul"]
 
 
+@pytest.mark.parametrize("kernels", ["cpu", "cpu_onednn"])
+def test_a_cpus_backward_of_gathered_attention_multiplies_as_often_as_that_of_whole_rows(kernels: Kernels) -> None:
+    held = StageModules(range(1), embed=False, head=False)
+    whole, part = (measure_chunk(small(hidden=64, sequence=256, cp=cp), held, kernels) for cp in (1, 2))
+    assert (part.forward["matmul"], part.backward["matmul"]) == (
+        whole.forward["matmul"] // 2,
+        whole.backward["matmul"] // 2,
+    )
+
+
 @pytest.mark.parametrize("recompute", get_args(Recompute))
 def test_what_layers_keep_is_gone_after_their_backward_and_with_a_forward_that_has_none(recompute: Any) -> None:
     model, batch = whole_model(tiny_config(), dtype=torch.float32, recompute=recompute), tiny_batch()

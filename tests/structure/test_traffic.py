@@ -59,6 +59,7 @@ CASES = [
     Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER"),
     Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER", tied=True),
     Case(cp=2),
+    Case(cp=2, recompute_layer="selective"),
     Case(cp=2, cp_mode="ALL_TO_ALL", documents=True, dtype="float64"),
     Case(cp=3, length=48, dp=2, zero_stage=1),
     Case(cp=2, tp=2, tp_mode="REDUCE_SCATTER"),

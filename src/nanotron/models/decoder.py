@@ -123,7 +123,13 @@ class DecoderChunk(nn.Module):
                     self.weights[name] = nn.Parameter(weight, requires_grad=learns)
             return self.weights[name]
 
-        attend = partial(context_attention, mesh=mesh, mode=options.context_mode, kernels=self.tp.kernels)
+        attend = partial(
+            context_attention,
+            mesh=mesh,
+            mode=options.context_mode,
+            kernels=self.tp.kernels,
+            gather_again=not options.recompute,
+        )
         kinds = kinds or decoder_layers(config)
         self.embed = make(EMBED) if modules.embed else None
         self.layers = nn.ModuleList(

@@ -17,7 +17,7 @@ window either multiplies a piece of the queries with the keys that they reach, s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,30 +34,36 @@ LONG = 768
 
 
 def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, *, kernels: Kernels, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans | None,
+    *,
+    kernels: Kernels,
+    window: int | None = None,
+    only_gradient: bool = False,
 ) -> Tensor:
     """Scaled dot-product attention of each token to the keys of its span up to itself (arXiv 1706.03762).
 
     q [b, s, h, e]; k, v [b, m, n, e], h a multiple of n; None for ``spans``: each row is one. Returns [b, s, h, e].
     ``window``: of those keys, how many of the last are seen; None: all.
+    ``only_gradient``: nobody reads the values, backward is all that is wanted: where it needs none, there are none.
     In generation k and v begin with m − s tokens of earlier calls.
     """
+    attend = partial(_attend, window=window, kernels=kernels, only_gradient=only_gradient)
     if spans is None:
-        return _attend(q, k, v, window, kernels)
+        return attend(q, k, v)
     if len(set(spans)) == 1:  # all rows alike
-        parts = [_attend(q[:, q_lo:q_hi], k[:, lo:hi], v[:, lo:hi], window, kernels) for q_lo, q_hi, lo, hi in spans[0]]
+        parts = [attend(q[:, q_lo:q_hi], k[:, lo:hi], v[:, lo:hi]) for q_lo, q_hi, lo, hi in spans[0]]
         return torch.cat(parts, dim=1)
     rows = [
-        [
-            _attend(q[i, None, q_lo:q_hi], k[i, None, lo:hi], v[i, None, lo:hi], window, kernels)
-            for q_lo, q_hi, lo, hi in row
-        ]
+        [attend(q[i, None, q_lo:q_hi], k[i, None, lo:hi], v[i, None, lo:hi]) for q_lo, q_hi, lo, hi in row]
         for i, row in enumerate(spans)
     ]
     return torch.cat([torch.cat(parts, dim=1) for parts in rows])
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, kernels: Kernels) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, kernels: Kernels, only_gradient: bool) -> Tensor:
     """Attention over whole spans: q [b, s, h, e]; k, v [b, m, n, e]; query i sees keys [0, m − s + i] -> [b, s, h, e].
 
     Of these, the last ``window``. Blocks are faster than the kernel on a CPU, but for single queries, and for long
@@ -72,7 +78,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, kernels: Kernel
     long_float32 = kernels == "cpu" and q.dtype == torch.float32 and s >= LONG and window is None
     if s == 1 or kernels == "accelerator" or (long_float32 and s == m):
         return _fused(q, k, v)
-    attended: Tensor = _BlockCausal.apply(q, k, v, window, kernels)  # type: ignore[no-untyped-call]
+    attended: Tensor = _BlockCausal.apply(q, k, v, window, kernels, only_gradient)  # type: ignore[no-untyped-call]
     return attended
 
 
@@ -121,21 +127,25 @@ class _BlockCausal(Function):
     Under a window, with those from m − s + lo − window + 1 on.
 
     The g query heads of a key/value head are one matrix, token by token, and a block is a slice of it. Backward
-    computes each block's probabilities again.
+    computes each block's probabilities again; what was attended it does not need.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, kernels: Kernels) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None, kernels: Kernels, only_gradient: bool
+    ) -> Tensor:
         ctx.scale, ctx.q_shape, ctx.kv_shape = q.shape[-1] ** -0.5, q.shape, k.shape
         ctx.window, ctx.kernels = window, kernels
         q = _heads_first(q, k.shape[2], ctx.scale)  # [b, s, h, e] -> [b·n, s·g, e]
         k, v = (_heads_first(x, x.shape[2]) for x in (k, v))  # [b, m, n, e] -> [b·n, m, e]
+        ctx.save_for_backward(q, k, v)
         out = torch.empty_like(q)
+        if only_gradient:
+            return _tokens_first(out, ctx.q_shape)
         for q_, k_, v_, out_ in _parts(q, k, v, out):
             for size, rows, keys in _blocks(q_, k_, ctx.q_shape[1], window):
                 probabilities = _probabilities(q_[:, rows], k_[:, keys], size, window, kernels)  # [.., rows, keys]
                 out_[:, rows] = _times(probabilities, v_[:, keys], kernels)
-        ctx.save_for_backward(q, k, v)
         return _tokens_first(out, ctx.q_shape)
 
     @staticmethod
@@ -157,6 +167,7 @@ class _BlockCausal(Function):
             _tokens_first(q_grad.mul_(ctx.scale), ctx.q_shape),
             _tokens_first(k_grad.to(k.dtype), ctx.kv_shape),
             _tokens_first(v_grad.to(v.dtype), ctx.kv_shape),
+            None,
             None,
             None,
         )

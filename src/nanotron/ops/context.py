@@ -11,7 +11,7 @@ is equal work for all; elsewhere in the model a token needs no other. Two ways t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -38,17 +38,23 @@ def context_attention(
     mode: ContextMode,
     kernels: Kernels,
     window: int | None = None,
+    gather_again: bool = True,
 ) -> Tensor:
     """``causal_attention`` of rows cut over cp: q [b, s/c, h, e]; k, v [b, s/c, n, e] -> [b, s/c, h, e].
 
     ``spans``: queries count in this rank's tokens and keys in the whole row's (ALL_GATHER), or both in the whole row's.
+    ``gather_again``: keep this rank's keys and values only until backward. A layer that is computed again keeps nothing
+    anyhow, and need not.
     """
     attend = partial(causal_attention, spans=spans, kernels=kernels, window=window)
     if mesh.size("cp") == 1:
         return attend(q, k, v)
-    if mode == "ALL_GATHER":
+    if mode == "ALL_GATHER" and gather_again:
         attended: Tensor = _GatheredAttention.apply(q, k, v, mesh, attend)  # type: ignore[no-untyped-call]
         return attended
+    if mode == "ALL_GATHER":
+        whole: Tensor = _Gather.apply(torch.stack([k, v]), mesh)  # type: ignore[no-untyped-call]
+        return attend(q, *whole.unbind())
     ranks = mesh.size("cp")
     q, k, v = (in_order(exchange(x, mesh, "cp", split=2, join=1), ranks) for x in (q, k, v))  # [b, s, h/c, e]
     return exchange(by_rank(attend(q, k, v), ranks), mesh, "cp", split=1, join=2)  # [b, s, h/c, e] -> [b, s/c, h, e]
@@ -57,7 +63,8 @@ def context_attention(
 class _GatheredAttention(Function):
     """Forward: all-gather of keys and values. Backward: gathers them again, then reduce-scatter of their gradients.
 
-    Only this rank's part is kept in between, or activations would not shrink with the number of ranks.
+    Only this rank's part is kept in between, or activations would not shrink with the number of ranks. What was
+    attended is not kept either, so backward attends again where a kernel's backward needs that.
     """
 
     @staticmethod
@@ -65,24 +72,39 @@ class _GatheredAttention(Function):
         part = torch.stack([k, v])  # [2, b, s/c, n, e], so that nothing that v is a view of is kept
         ctx.save_for_backward(q, part)
         ctx.mesh, ctx.attend = mesh, attend
-        return attend(q, *_gathered(part, mesh))
+        return attend(q, *_gathered(part, mesh).unbind())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, part = ctx.saved_tensors
-        q, k, v = (x.detach().requires_grad_() for x in (q, *_gathered(part, ctx.mesh)))
+        q, k, v = (x.detach().requires_grad_() for x in (q, *_gathered(part, ctx.mesh).unbind()))
         with torch.enable_grad():
-            attended = ctx.attend(q, k, v)
+            attended = ctx.attend(q, k, v, only_gradient=True)
         q_grad, *whole = torch.autograd.grad(attended, (q, k, v), grad)
-        parts = by_rank(torch.stack(whole), ctx.mesh.size("cp"), dim=2)  # [2, b, s, n, e]
-        k_grad, v_grad = reduce_scatter(parts, ctx.mesh.group("cp"), dim=2).unbind()
-        return q_grad, k_grad, v_grad, None, None
+        return q_grad, *_scattered(torch.stack(whole), ctx.mesh).unbind(), None, None
 
 
-def _gathered(part: Tensor, mesh: Mesh) -> Sequence[Tensor]:
-    """The whole row's keys and values in order, by one collective: [2, b, s/c, n, e] -> 2 × [b, s, n, e]."""
-    whole = all_gather(part, mesh.group("cp"), dim=2)
-    return in_order(whole, mesh.size("cp"), dim=2).unbind()
+class _Gather(Function):
+    """Forward: all-gather of keys and values, which are one tensor. Backward: reduce-scatter."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
+        ctx.mesh = mesh
+        return _gathered(part, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad, ctx.mesh), None
+
+
+def _gathered(part: Tensor, mesh: Mesh) -> Tensor:
+    """The whole row's keys and values in order, by one collective: [2, b, s/c, n, e] -> [2, b, s, n, e]."""
+    return in_order(all_gather(part, mesh.group("cp"), dim=2), mesh.size("cp"), dim=2)
+
+
+def _scattered(grad: Tensor, mesh: Mesh) -> Tensor:
+    """The transpose: [2, b, s, n, e] of every rank -> the sum of this rank's [2, b, s/c, n, e]."""
+    return reduce_scatter(by_rank(grad, mesh.size("cp"), dim=2), mesh.group("cp"), dim=2)
 
 
 def in_order(x: Tensor, ranks: int, dim: int = 1) -> Tensor:
