@@ -1,5 +1,6 @@
 """Hugging Face data sets as a stage's data: tokenized once, cached, and read like any token file."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -17,6 +18,8 @@ from nanotron.data.tokenize.prepare import prepare_data
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
 from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
+from nanotron.training.topology import mesh_axes
 from tests.data.fixtures import make_config
 
 TEXTS = [f"text number {number} says " + "hello there " * (number % 5 + 1) for number in range(60)]
@@ -113,6 +116,34 @@ def test_prompts_and_completions_are_packed_whole_with_loss_on_completions_only(
     assert batch.labels[0].tolist() == labels[1:] + [IGNORED_LABEL] * (64 - used)
     assert batch.spans[0] == document_spans([sorted({*starts, used})], 63)[0]
     assert batch.positions[0, :used].tolist() == [number - start for number, start in enumerate(starts)]
+
+
+def sft_losses(rank, world, folder, tokenizer, dataset, mode):
+    """Of two steps, on rows that are cut over all ranks."""
+    with contextlib.chdir(folder):
+        config = config_for(
+            tokenizer, dataset, sequence_length=24, dtype="float64", model_config={"_use_doc_masking": True},
+            parallelism={"context_parallel_size": world, "cp_mode": mode},
+        )  # fmt: skip
+        mesh = Mesh(mesh_axes(config), rank)
+        if world > 1:
+            mesh.create_groups()
+        training = Training(config, mesh, "cpu")
+        training.initialize()
+        feed = Feed(config, mesh, device=torch.device("cpu"))
+        losses = [training.step(update, feed.step(update).microbatches).read().lm_loss for update in (1, 2)]
+        feed.close()
+        return losses
+
+
+def test_prompts_and_completions_have_the_same_losses_when_rows_are_cut_over_ranks(tokenizer, tmp_path, pool):
+    completions = [" hello" * (number % 9) for number in range(40)]
+    dataset = {"hf_dataset_or_datasets": save({"prompt": ["say"] * 40, "completion": completions})}
+    dataset["sft_dataloader"] = True
+    (alone,) = pool.run(1, sft_losses, str(tmp_path), tokenizer, dataset, "ALL_GATHER")
+    for mode in ("ALL_GATHER", "ALL_TO_ALL"):
+        for cut in pool.run(2, sft_losses, str(tmp_path), tokenizer, dataset, mode):
+            assert cut == pytest.approx(alone, rel=1e-12)
 
 
 def test_every_example_is_in_one_row_and_long_ones_are_cut(tokenizer):
