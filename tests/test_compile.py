@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,8 @@ import torch
 from nanotron.config import Config
 from nanotron.data.feed import Feed
 from nanotron.launch import codes
+from nanotron.ops.experts import weighted_swiglu
+from nanotron.ops.fused import eager, fused
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
 from nanotron.training.trainer import train
@@ -61,6 +64,30 @@ def test_each_function_is_compiled_once_whatever_the_number_of_layers_and_steps(
     pool: Pool, layers: int, recompute: bool
 ) -> None:
     assert pool.run(1, compiled_graphs, layers, recompute) == [Compiled(FUNCTIONS, FUNCTIONS)]
+
+
+def graphs_for_rows(rank: int, world: int, numbers: Sequence[int]) -> tuple[int, bool]:
+    """Graphs compiled for an expert's SwiGLU over so many rows in turn, and whether its numbers are the eager ones."""
+    from torch._dynamo import reset
+    from torch._dynamo.utils import counters
+
+    reset()  # type: ignore[no-untyped-call]
+    counters.clear()
+    equal = True
+    for rows in numbers:
+        gate_up = torch.linspace(-2, 2, rows * 64, dtype=torch.float64).view(rows, 64)
+        weight = torch.linspace(0, 1, rows, dtype=torch.float64)
+        results = []
+        for fuse in (eager, fused):
+            leaves = [gate_up.clone().requires_grad_(), weight.clone().requires_grad_()]
+            out = fuse(weighted_swiglu)(*leaves)
+            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
+        equal &= all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(*results, strict=True))
+    return counters["stats"]["unique_graphs"], equal
+
+
+def test_what_experts_compute_is_compiled_once_whatever_the_number_of_rows(pool: Pool) -> None:
+    assert pool.run(1, graphs_for_rows, (5, 64, 1, 0, 32, 2, 1000)) == [(1, True)]
 
 
 def run_of(case: Case, folder: Path) -> Config:

@@ -249,7 +249,7 @@ def expert_cases() -> list[Case]:
     exact: dict[str, Any] = {"dtype": "float64", "experts": 8}
     gathered: dict[str, Any] = {"tp_mode": "REDUCE_SCATTER", **exact}
     return [
-        Case(dp=2, ep=2, zero_stage=1, **exact),
+        Case(dp=2, ep=2, zero_stage=1, compile=True, **exact),
         Case(dp=2, ep=2, router="shared", recompute_layer=True, **exact),
         Case(tp=2, router="grouped", **exact),
         Case(tp=2, router="shared", family="qwen2", recompute_layer="selective", **gathered),

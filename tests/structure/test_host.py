@@ -1,5 +1,7 @@
 """The host never waits for the device inside a step: nothing is read back, nothing is copied in step with it.
 
+But a layer with experts reads how many rows they get, once, for so many have to be sent and multiplied.
+
 Device "meta" stands in for an accelerator: its tensors have no values, so whoever reads one fails, and whoever copies
 to it is seen. It also takes the ways through the code that every device but a CPU takes.
 """
@@ -12,10 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.batch import Batch, document_spans
+from nanotron.models import experts
+from nanotron.ops.experts import Dispatch, dispatch_of
 from nanotron.parallel.mesh import Mesh
+from nanotron.plan.fakes import even_dispatch
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes
 from tests.parity.cases import Case
@@ -91,12 +97,58 @@ def test_a_step_on_a_device_reads_nothing_back(case: Case) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        Case(experts=8, router="shared"),
+        Case(experts=8, router="grouped", dtype="bfloat16", documents=True),
+        Case(experts=8, router="z-loss", recompute_layer=True, layers=2),
+    ],
+    ids=str,
+)
+def test_a_layer_with_experts_reads_once_how_many_rows_they_get(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+
+    def told(chosen: Tensor, experts: int, mesh: Mesh) -> Dispatch:
+        reads.append(experts)
+        return even_dispatch(chosen, experts, mesh)
+
+    monkeypatch.setattr(experts, "dispatch_of", told)
+    config = config_of(case)
+    training = Training(config, Mesh(), "meta")
+    with Waits() as waits:
+        training.step(1, batches(case, "meta"))
+    assert waits.seen == []
+    passes = 2 if case.recompute_layer else 1
+    assert len(reads) == passes * case.accumulation * len(config.model.model_config.sparse_layers)
+
+
+def test_how_many_rows_experts_get_is_one_read() -> None:
+    with Reads() as reads, Waits() as waits:
+        dispatch_of(torch.tensor([[0, 2], [1, 0]]), 4, Mesh())
+    assert (reads.seen, waits.seen) == (["tolist"], [])
+
+
+class Reads(TorchFunctionMode):
+    """Notes every call that gives values to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func.__name__) in {"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__index__"}:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         Case(dp=2, zero_stage=1),
         Case(tp=2, tp_mode="REDUCE_SCATTER"),
         Case(pp=2, schedule="zb_h1", tied=True),
         Case(dp=2, tp=2, pp=2, zero_stage=1, tied=True),
         Case(cp=2, documents=True),
         Case(cp=2, cp_mode="ALL_TO_ALL", documents=True),
+        Case(dp=2, ep=2, tp=2, experts=8, router="shared", zero_stage=1),
     ],
     ids=str,
 )

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
+from nanotron.ops.fused import any_number_of_rows
 from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.linear import TensorParallel, weight_grad
@@ -124,17 +125,31 @@ class Dispatch(NamedTuple):
 def dispatch_of(chosen: Tensor, experts: int, mesh: Mesh) -> Dispatch:
     """Who sends which rows where: chosen [n, k], of ``experts`` that are cut over ep and, within a rank's, over tp.
 
-    Ranks tell each other how many rows come. The only place where a layer waits for the device: how much is sent has to
-    be known on the host.
+    The only place where a layer waits for the device: how much is sent has to be known on the host.
+    """
+    to_send, sources = rows_of_experts(chosen, experts, mesh).tolist()
+    return dispatch_by(chosen, experts, mesh, to_send, sources)
+
+
+def rows_of_experts(chosen: Tensor, experts: int, mesh: Mesh) -> Tensor:
+    """How many rows leave here for the experts of each expert-parallel rank, and how many come from each for those
+    here: [2, ep, e], on the device. Ranks tell each other.
     """
     ep, tp = mesh.size("ep"), mesh.size("tp")
-    here = experts // (ep * tp)
-    homes = chosen.flatten()  # [n·k]
-    leaving = torch.bincount(homes, minlength=experts).view(ep, tp, here)[:, mesh.coord("tp")]  # rank × its experts
+    counts = counts_of_rows(chosen[None], experts).long().view(ep, tp, -1)  # not bincount, which waits for the device
+    leaving = counts[:, mesh.coord("tp")]
     group = mesh.group("ep")
     arriving = leaving if group is None else all_to_all_rows(leaving, group, [1] * ep, [1] * ep)
-    to_send, sources = torch.stack([leaving, arriving]).tolist()
+    return torch.stack([leaving, arriving])
+
+
+def dispatch_by(
+    chosen: Tensor, experts: int, mesh: Mesh, to_send: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
+) -> Dispatch:
+    """The dispatch of so many rows, [ep, e] each, as ``rows_of_experts`` tells."""
+    tp, here = mesh.size("tp"), len(sources[0])
     sent, received = [sum(rows) for rows in to_send], [sum(rows) for rows in sources]
+    homes = chosen.flatten()  # [n·k]
     if tp > 1:
         mine = homes // here % tp == mesh.coord("tp")
         homes = homes.where(mine, experts)  # behind all others
@@ -212,6 +227,7 @@ def by_rank(rows: Tensor, dispatch: Dispatch) -> Tensor:
 # ------------------------------------------------------------------ what experts compute
 
 
+@any_number_of_rows
 def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) · up · weight: gate_up [r, 2·f], weight [r] -> [r, f].
 

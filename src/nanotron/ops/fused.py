@@ -4,14 +4,15 @@ b rows   s tokens   d hidden size   f intermediate size   V vocabulary   t tenso
 
 Whoever calls them says how: ``fuse(swiglu)(gate_up)``, where ``fuse`` is ``eager`` (one torch operator after the
 other, each over all its operands) or ``fused`` (torch.compile: one pass over memory forward, and one backward). A
-function is compiled once for each shape it meets, however many layers call it. Matrix products, attention, collectives
-and the buckets of weight gradients stay outside, so schedules, recomputation and overlap know nothing of it.
+function is compiled once for each shape it meets, however many layers call it, or once for any number of rows where
+these change from call to call. Matrix products, attention, collectives and the buckets of weight gradients stay
+outside, so schedules, recomputation and overlap know nothing of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -40,13 +41,35 @@ def fused(function: Function, /) -> Function:
     return compiled
 
 
+def any_number_of_rows(function: Function, /) -> Function:
+    """Say of a function of tensors, as a decorator, that their first dim has another size in every call."""
+    function.any_number_of_rows = True  # type: ignore[attr-defined]
+    return function
+
+
 @cache
 def _compiled(function: Callable[..., Any]) -> Any:
     options: dict[str, bool | int] = {"deterministic": True}  # nothing that is chosen by the clock
     if not torch.accelerator.is_available():
         options["compile_threads"] = 1  # in this process: the other cores have ranks of their own
     compile: Any = torch.compile  # its types lack recompile_limit
-    return compile(function, dynamic=False, fullgraph=True, options=options, recompile_limit=SHAPES)
+    compiled = compile(function, dynamic=False, fullgraph=True, options=options, recompile_limit=SHAPES)
+    return _once_for_all_rows(function, compiled) if hasattr(function, "any_number_of_rows") else compiled
+
+
+def _once_for_all_rows(function: Callable[..., Tensor], compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Have the compiler take the number of rows as a variable, which it does not with 0 or 1 of them."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    @wraps(function)
+    def run(*tensors: Tensor) -> Tensor:
+        if len(tensors[0]) < 2:
+            return function(*tensors)
+        for tensor in tensors:
+            maybe_mark_dynamic(tensor, 0)
+        return compiled(*tensors)
+
+    return run
 
 
 def seconds_compiling() -> float:

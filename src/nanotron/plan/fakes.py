@@ -17,7 +17,9 @@ from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from nanotron.models import experts
 from nanotron.ops import attention
+from nanotron.ops.experts import Dispatch, dispatch_by, rows_of_experts
 from nanotron.ops.fused import Function
 from nanotron.parallel.mesh import AxisSizes, Mesh, Purpose
 from nanotron.plan.counting import Counting
@@ -64,8 +66,9 @@ def counting() -> Iterator[Counting]:
     attention._triangles.cache_clear()  # no real tensor may be met inside, and no fake one afterwards
     with ExitStack() as stack:
         stack.callback(attention._triangles.cache_clear)
-        stack.callback(setattr, attention, "last_queries", attention.last_queries)
-        attention.last_queries = _last_queries
+        for module, name, stand_in in _STAND_INS:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, stand_in)
         stack.enter_context(FakeTensorMode())
         yield stack.enter_context(Counting())
 
@@ -74,6 +77,25 @@ def _last_queries(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> Tensor:
     """As an accelerator's kernel, which needs no mask; torch's own bias is no fake tensor."""
     attended, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     return cast(Tensor, attended)
+
+
+def even_dispatch(chosen: Tensor, num_experts: int, mesh: Mesh) -> Dispatch:
+    """The dispatch of a router that uses all experts alike: nobody can read what one says on tensors without values.
+
+    Ranks tell each other how many rows come, as in a run.
+    """
+    rows_of_experts(chosen, num_experts, mesh)
+    ep, here = mesh.size("ep"), num_experts // (mesh.size("ep") * mesh.size("tp"))
+    total = chosen.numel()
+    ends = [total * (expert + 1) // num_experts for expert in range(num_experts)]
+    by_expert = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    shards = [by_expert[start : start + here] for start in range(0, num_experts, here)]  # ep, then tp
+    to_send = shards[mesh.coord("tp") :: mesh.size("tp")]
+    mine = to_send[mesh.coord("ep")]
+    return dispatch_by(chosen, num_experts, mesh, to_send, [mine] * ep)
+
+
+_STAND_INS = ((attention, "last_queries", _last_queries), (experts, "dispatch_of", even_dispatch))
 
 
 def on_accelerator(function: Function, /) -> Function:
