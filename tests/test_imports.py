@@ -71,6 +71,9 @@ TORCH_FREE = [
     "nanotron.data.probe",
     "nanotron.plan.timeline",
     "nanotron.report",
+    "nanotron.convert.folders",
+    "nanotron.checkpoint.inspect",
+    "nanotron.data.inspect",
     "nanotron.check",
     "nanotron.cli",
 ]

@@ -25,9 +25,11 @@ from nanotron.data.probe import (
     datasets_of,
     empty_documents,
     model_vocab_size,
+    too_many_files,
     unended_texts,
     vocabulary_problems,
 )
+from nanotron.data.sources.nanoset import most_files
 from nanotron.errors import ConfigError
 from nanotron.logging import human_format
 from nanotron.models.families import family_of
@@ -96,7 +98,9 @@ def _ask(reading: Reading, config: Config, rules: Sequence[Rule]) -> None:
 
 def _cautions(reading: Reading, config: Config, *, files: bool) -> list[Problem]:
     found = [finding for rule in CAUTIONS for finding in rule.ask(config)]
-    about_data = [*empty_documents(config), *unended_texts(config)] if files else []
+    about_data = (
+        [*empty_documents(config), *unended_texts(config), *too_many_files(config, most_files())] if files else []
+    )
     found += [(dotted(line.path), line.text) for line in about_data]
     for name, line in DEFAULTS_THAT_DIFFER.items():
         if path_of(name) not in reading.document.places and (text := line(config)):

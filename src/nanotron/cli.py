@@ -97,6 +97,9 @@ def export_hf(
     ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder: safetensors, config.json, tokenizer."""
+    from nanotron.convert.folders import kind_of
+
+    kind_of(checkpoint)  # a wrong folder is told before torch is imported
     from nanotron.convert.exporting import export_hf as run
 
     for notice in run(checkpoint, target, dtype=dtype):
@@ -110,6 +113,9 @@ def import_hf(
     target: Annotated[str, _path("Folder of checkpoints to write step 0 into.")],
 ) -> None:
     """Turn a Hugging Face model, or a Hugging Face Nanotron's checkpoint, into a checkpoint (weights only)."""
+    from nanotron.convert.folders import kind_of, read_model_config
+
+    read_model_config(kind_of(source).path)  # a model that is not available is told before torch is imported
     from nanotron.convert.importing import import_weights
 
     checkpoint = import_weights(source, target, tell=complain)

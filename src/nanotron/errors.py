@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -37,3 +38,14 @@ class ConfigError(ValueError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [visible(line) for line in ([problems] if isinstance(problems, str) else problems)]
         super().__init__("\n".join(self.problems))
+
+
+@contextmanager
+def at_key(key: str) -> Iterator[None]:
+    """Put the key of the config that names what is wrong in front of what is said of it."""
+    try:
+        yield
+    except ConfigError as error:
+        section = key.partition("[")[0]
+        said = (line if line.startswith((section, "tokenizer.")) else f"{key}: {line}" for line in error.problems)
+        raise ConfigError([line.replace(": python: ", ".python: ", 1) for line in said]) from error

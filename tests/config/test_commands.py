@@ -69,8 +69,9 @@ for line in sys.stdin:
 """
 
 
-def test_no_command_about_configs_imports_torch(tmp_path: Path) -> None:
+def test_no_command_about_configs_and_no_wrong_folder_imports_torch(tmp_path: Path) -> None:
     lines = f"check {EXAMPLES[0]}\ncheck absent.yaml\ncheck {EXAMPLES[0]} --resolved\ninit\nschema\ncheck --help\n"
+    lines += f"inspect no\nimport-hf no x\nexport-hf no x\ntimeline {EXAMPLES[0]} --costs flops\n"
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], input=lines, capture_output=True, text=True, check=False
     )

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from nanotron.checkpoint.read import load
-from nanotron.convert.importing import import_weights, parse_model_config, read_model_config
+from nanotron.convert.folders import parse_model_config, read_model_config
+from nanotron.convert.importing import import_weights
 from nanotron.convert.sources import load_weights
 from nanotron.errors import ConfigError
 from nanotron.models.specs import decoder_specs

@@ -21,7 +21,8 @@ from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume
 from nanotron.checkpoint.write import Saver
 from nanotron.convert.exporting import export_hf
-from nanotron.convert.importing import import_weights, parse_model_config, read_model_config
+from nanotron.convert.folders import parse_model_config, read_model_config
+from nanotron.convert.importing import import_weights
 from nanotron.convert.sources import load_weights, open_weights
 from nanotron.errors import ConfigError
 from nanotron.generate.source import open_source
@@ -215,7 +216,8 @@ def test_tensors_that_nothing_is_computed_with_are_named_and_others_refused(tmp_
     save_file({**tensors, **spare}, file, {"format": "pt"})
     config, told = read_model_config(str(tmp_path)), []
     import_weights(str(tmp_path), str(tmp_path / "ours"), tell=told.append)
-    assert told == [f"{tmp_path}: not used: {', '.join(sorted(spare))}"]
+    assert told[0] == f"{tmp_path}: not used: {', '.join(sorted(spare))}"
+    assert told[1].startswith(f"{tmp_path}: has no tokenizer; generate and export-hf will ask for one: put ")
     with caplog.at_level("INFO", "nanotron"):
         load_weights(str(tmp_path), weight_pieces(config), config)
     assert caplog.messages == told
@@ -392,8 +394,9 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, change: dict[str, obje
     save_hugging_face("llama", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         import_weights(str(tmp_path), str(tmp_path / "ours"))
+    assert all(line.startswith(str(tmp_path)) for line in caught.value.problems)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The embedded corpus: prepared once, whole, by one of many processes."""
 
+import logging
 import multiprocessing
 import os
 import socket
@@ -81,7 +82,9 @@ def test_an_interrupted_preparation_is_not_taken_for_the_corpus(small_corpus, mo
 
 
 def test_waiting_for_another_process_is_said_with_its_name(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(corpus, "SOON_S", 0.05)
     monkeypatch.setattr(corpus, "SAY_S", 0.1)
+    caplog.set_level(logging.INFO, logger="nanotron")
     path, waiting = f"{tmp_path}/corpus.lock", threading.Event()
 
     def wait() -> None:
@@ -99,3 +102,4 @@ def test_waiting_for_another_process_is_said_with_its_name(tmp_path, monkeypatch
     assert waiting.is_set()
     expected = f"waiting for process {os.getpid()} on {socket.gethostname()}, which holds {path}, for 0 s"
     assert caplog.messages[:2] == [expected] * 2
+    assert [record.levelname for record in caplog.records[:2]] == ["INFO", "WARNING"]  # at first, once for all ranks

@@ -1,6 +1,7 @@
 """Texts, files and functions that are not what they should be: each is a line that says where, and no traceback."""
 
 import json
+import logging
 
 import pytest
 import torch
@@ -44,6 +45,44 @@ def test_json_that_nests_without_end_is_named_with_its_line(tmp_path, tokenizer)
     source = tmp_path / "x.jsonl"
     source.write_text('{"text": "a"}\n{"text": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     assert refused(source, tokenizer, tmp_path / "out").startswith(f"{source}: line 2 (byte 14) is not JSON: ")
+
+
+NEVER = """
+import os, time
+
+def never():
+    while not os.path.exists(GO):
+        time.sleep(0.01)
+    while True:
+        yield [1] * 9
+"""
+
+
+def test_data_that_does_not_come_is_named_while_it_is_waited_for(tmp_path, caplog):
+    file = tmp_path / "code.py"
+    go = tmp_path / "go"
+    file.write_text(NEVER.replace("GO", repr(str(go))))
+    data = {"dataset": {"python": f"{file}:never"}, "num_loading_workers": 0}
+    feed = Feed(
+        make_config(data_stages=[{"name": "a", "start_training_step": 1, "data": data}]),
+        Mesh(),
+        device=torch.device("cpu"),
+    )
+    feed.say_after_s = 0.1
+
+    class Go(logging.Handler):
+        def emit(self, record):
+            go.touch()
+
+    logger, handler = logging.getLogger("nanotron"), Go()
+    logger.addHandler(handler)
+    try:
+        feed.step(1)
+    finally:
+        logger.removeHandler(handler)
+    feed.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert f"step 1 has waited for its data for 0 s: data_stages[0].data.dataset ({file}:never)" in said
 
 
 def test_a_damaged_page_is_named_with_its_row(tmp_path, tokenizer):
@@ -104,6 +143,6 @@ def test_code_that_raises_is_told_with_what_was_asked_of_it_and_its_line(tmp_pat
         Feed(config, Mesh(), device=torch.device("cpu")).step(1)
     (line,) = error.value.problems
     raised = "JSONDecodeError" if name == "nowhere" else "KeyError: 'oops'"
-    assert line.startswith(f"python: {file}:{name}{said}")
+    assert line.startswith(f"data_stages[0].data.dataset.python: {file}:{name}{said}")
     assert f" raises {raised}" in line
     assert name == "nowhere" or f"({file}, line " in line

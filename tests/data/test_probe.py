@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nanotron.data.probe import dataset_problems, datasets_of, model_vocab_size, vocabulary_problems
+from nanotron.data.probe import dataset_problems, datasets_of, model_vocab_size, too_many_files, vocabulary_problems
 from nanotron.data.sources.fingerprint import fingerprint_changes, fingerprint_files
 from nanotron.errors import ConfigError
 from tests.data.fixtures import make_config, random_documents, write_nanoset
@@ -38,6 +38,24 @@ def test_every_folder_with_a_problem_is_named_by_its_key(nanoset, tmp_path):
         "data_stages[0].data.dataset.dataset_folder[2]",
     ]
     assert "has 2 in its list, but the folders of dataset_folder are 3" in found[0]
+
+
+def test_many_folders_with_one_mistake_are_one_line(tmp_path):
+    (line,) = problems([str(tmp_path / f"x{number}") for number in range(146)])
+    assert line.startswith(f"data_stages[0].data.dataset.dataset_folder[0]: dataset folder '{tmp_path}/x0' does not")
+    names = ", ".join(str(tmp_path / f"x{number}") for number in range(1, 6))
+    assert line.endswith(f"; and the same of 145 more: {names}, …")
+
+
+def test_more_files_than_a_rank_may_open_get_a_line(nanoset):
+    config = make_config(data_stages=[stage([str(nanoset)])])
+    count = len(list(nanoset.glob("*.ds")))
+    assert too_many_files(config, most=2 * count) == []
+    (problem,) = too_many_files(config, most=2 * count - 1)
+    assert str(problem).startswith(
+        f"data_stages[0].data.dataset.dataset_folder: {count} files of tokens, with their indices {2 * count} that a "
+        f"rank may have open at once, of {2 * count - 1} that this machine allows; raise that (ulimit -Hn)"
+    )
 
 
 def test_a_truncated_index_is_found_before_the_run(tmp_path):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod, sqrt
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nanotron.checkpoint.documents import read_state
 from nanotron.checkpoint.format import INDEX, ITEM_SIZE, KINDS, Damaged, Index, StoredTensor
-from nanotron.checkpoint.read import CheckpointTensors
 from nanotron.checkpoint.resume import newest_complete
-from nanotron.checkpoint.retention import step_names
-from nanotron.checkpoint.storage import open_folder
+from nanotron.checkpoint.retention import read_index, step_names
+from nanotron.checkpoint.storage import Folder, open_folder
 from nanotron.checkpoint.verify import damaged_files
 from nanotron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nanotron.checkpoint.read import CheckpointTensors
 
 
 def is_checkpoint(path: str) -> bool:
@@ -35,8 +35,7 @@ def inspect_checkpoint(path: str) -> Iterator[str]:
     if checkpoint is None:
         raise ConfigError(f"{path}: none of its steps has an index.json, so none is complete")
     folder = open_folder(checkpoint)
-    tensors = CheckpointTensors(folder)
-    index = tensors.index
+    index = read_index(folder)
     yield f"checkpoint   {checkpoint}"
     yield f"step         {index.step}"
     yield from _state_lines(checkpoint)
@@ -44,7 +43,7 @@ def inspect_checkpoint(path: str) -> Iterator[str]:
     damage = damaged_files(folder, index)
     if not damage:
         yield ""
-        yield from _tensor_lines(tensors)
+        yield from _tensor_lines(folder)
     yield ""
     yield f"integrity    {'damaged' if damage else f'all {len(index.files)} files are as they were written'}"
     if damage:
@@ -87,7 +86,10 @@ def _kind_order(kind: str) -> int:
     return KINDS.index(kind) if kind in KINDS else len(KINDS)
 
 
-def _tensor_lines(tensors: CheckpointTensors) -> Iterator[str]:
+def _tensor_lines(folder: Folder) -> Iterator[str]:
+    from nanotron.checkpoint.read import CheckpointTensors  # imports torch
+
+    tensors = CheckpointTensors(folder)
     width = max((len(key) for key in tensors.index.tensors), default=10)
     yield f"{'tensor':<{width}}  {'shape':<18} {'dtype':<5} {'norm':>12} {'rms':>12} {'largest':>12}"
     for key, tensor in sorted(tensors.index.tensors.items(), key=lambda item: _kind_order(item[0].partition("/")[0])):
@@ -99,6 +101,8 @@ def _tensor_lines(tensors: CheckpointTensors) -> Iterator[str]:
 
 def _measure(tensors: CheckpointTensors, key: str) -> tuple[float, float]:
     """(sum of squares, largest magnitude) of a tensor, box by box."""
+    import torch
+
     kind, _, name = key.partition("/")
     squares, largest = 0.0, 0.0
     for stored in tensors.index.tensors[key].boxes:

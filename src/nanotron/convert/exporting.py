@@ -17,8 +17,8 @@ from nanotron.checkpoint.read import CheckpointTensors, source_kind
 from nanotron.checkpoint.safetensors import DTYPE_NAMES, DTYPES, Planned, split_by_size, write_file
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
 from nanotron.checkpoint.verify import refuse_damage
-from nanotron.convert.importing import new_folder, read_model_config
-from nanotron.convert.sources import OURS, half_split, kind_of
+from nanotron.convert.folders import OURS, kind_of, new_folder, read_model_config
+from nanotron.convert.sources import half_split
 from nanotron.convert.tokenizer import copy_tokenizer, read_tokenizer
 from nanotron.data.tokenize.tokenizer import STOPS, kept_files, read_files
 from nanotron.errors import ConfigError

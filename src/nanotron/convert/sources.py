@@ -1,27 +1,20 @@
-"""Reading weights that another program stored as if they were ours: by global name and box.
-
-What is inside a folder decides how it is read:
-
-    index.json, or steps                a checkpoint of ours
-    checkpoint_metadata.json            a checkpoint of Hugging Face's Nanotron: one file per tensor and shard
-    config.json + *.safetensors         a Hugging Face model
-"""
+"""Reading weights that another program stored as if they were ours: by global name and box."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from nanotron.checkpoint.format import INDEX, Damaged, Entry, StateShard
+from nanotron.checkpoint.format import Damaged, Entry, StateShard
 from nanotron.checkpoint.read import CheckpointTensors, fill, read_box, shorten, source_kind
-from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.safetensors import DTYPES
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
 from nanotron.checkpoint.verify import refuse_damage
+from nanotron.convert.folders import HUGGING_FACE, OURS, kind_of
 from nanotron.convert.schema import WEIGHT_MAP, read_json
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
@@ -34,8 +27,6 @@ if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig
 
 logger = get_logger(__name__)
-
-OURS, HF_NANOTRON, HUGGING_FACE = "checkpoint", "Hugging Face Nanotron", "Hugging Face"
 
 
 def load_weights(
@@ -80,34 +71,6 @@ def _check_depth(path: str, config: ModelConfig, num_tensors: int) -> None:
             f"{path}: num_hidden_layers={config.num_hidden_layers} of its config is another model's: its files hold"
             f" {num_tensors} tensors"
         )
-
-
-class Found(NamedTuple):
-    """What a folder is, and the folder of the very step where it holds several."""
-
-    kind: str
-    path: str
-
-
-def kind_of(path: str) -> Found:
-    """Tell what a folder of weights is; raises ConfigError when it is none that can be read."""
-    names = open_folder(path).names()
-    if INDEX in names:
-        return Found(OURS, path)
-    if "checkpoint_metadata.json" in names and "model" in names:
-        return Found(HF_NANOTRON, path)
-    if "config.json" in names:
-        return Found(HUGGING_FACE, path)
-    newest = newest_complete(path)
-    if newest:
-        return Found(OURS, newest)
-    steps = [int(name) for name in names if name.isdigit()]
-    if steps and "checkpoint_metadata.json" in open_folder(f"{path}/{max(steps)}").names():
-        return Found(HF_NANOTRON, f"{path}/{max(steps)}")
-    raise ConfigError(
-        f"{path} holds no weights that can be read: looked for a checkpoint (index.json, or steps with one), one of "
-        "Hugging Face's Nanotron (checkpoint_metadata.json, model/) and a Hugging Face model (config.json)"
-    )
 
 
 @dataclass(frozen=True)

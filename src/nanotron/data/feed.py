@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from nanotron.data.order.stage import StreamStage
 from nanotron.data.order.windows import Window, empty_window
 from nanotron.data.replica import ReplicaShare
 from nanotron.data.sources.stream import EndOfData
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, at_key
 from nanotron.logging import get_logger
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ class _Load(NamedTuple):
 
 class Feed:
     """Gives training steps their data and counts, per stage, what they consumed."""
+
+    say_after_s = 60.0
+    """Seconds that a step waits for its data before it says so, and from one time to the next."""
 
     def __init__(
         self,
@@ -145,7 +148,7 @@ class Feed:
 
     def _too_little(self, scheduled: ScheduledStage, found: str) -> str:
         return (
-            f"data.repeat: false, but the data of stage {scheduled.name!r} {found}, and a step takes "
+            f"{scheduled.key}.data.repeat: false, but the data of stage {scheduled.name!r} {found}, and a step takes "
             f"{self._global_batch} of {scheduled.sequence_length} tokens; set repeat: true, give it more data, or make "
             "the batch smaller (tokens.micro_batch_size, tokens.batch_accumulation_per_replica)"
         )
@@ -208,7 +211,8 @@ class Feed:
             num_rows = min(num_rows, self._validation_batches * self._global_batch)
         count = self._micro_batch_size * self._accumulation
         for first in range(self._first_row, num_rows + self._first_row, self._global_batch):
-            windows = scheduled.validation.rows(first, max(0, min(count, num_rows - first)))
+            with at_key(f"{scheduled.key}.validation"):
+                windows = scheduled.validation.rows(first, max(0, min(count, num_rows - first)))
             windows += [empty_window(scheduled.sequence_length)] * (count - len(windows))
             yield [self._batch(part) for part in self._collate(windows)]
 
@@ -242,9 +246,20 @@ class Feed:
         while self._loads:
             load = self._loads.popleft()
             if (load.step, load.first_sample) == (n, first):
-                return load.loaded.result()
+                return self._wait(n, scheduled, load.loaded)
             load.loaded.cancel()
-        return self._load(scheduled, first)
+        return self._wait(n, scheduled, self._executor.submit(self._load, scheduled, first))
+
+    def _wait(self, n: int, scheduled: ScheduledStage, loaded: Future[_Loaded]) -> _Loaded:
+        """The rows, once they are there; data that is slow, or never comes, is named while it is waited for."""
+        waited = 0.0
+        while not wait([loaded], self.say_after_s).done:
+            waited += self.say_after_s
+            logger.warning(
+                f"step {n} has waited for its data for {waited:.0f} s: {scheduled.key}.data.dataset "
+                f"({', '.join(scheduled.stage.source_names)})"
+            )
+        return loaded.result()
 
     def _load_ahead(self, n: int) -> None:
         """Ask the threads for the steps from n on that are not yet asked for."""
@@ -263,11 +278,12 @@ class Feed:
         """This replica's rows of the batch that begins at sample `first`."""
         count = self._micro_batch_size * self._accumulation
         position = None
-        if isinstance(scheduled.stage, StreamStage):
-            windows = scheduled.stage.rows(first, self._global_batch)[self._first_row : self._first_row + count]
-            position = scheduled.stage.state_dict()
-        else:
-            windows = scheduled.stage.rows(first + self._first_row, count)
+        with at_key(f"{scheduled.key}.data.dataset"):
+            if isinstance(scheduled.stage, StreamStage):
+                windows = scheduled.stage.rows(first, self._global_batch)[self._first_row : self._first_row + count]
+                position = scheduled.stage.state_dict()
+            else:
+                windows = scheduled.stage.rows(first + self._first_row, count)
         return _Loaded(self._collate(windows), position)
 
     def _collate(self, windows: list[Window]) -> list[Rows]:

@@ -41,7 +41,7 @@ from nanotron.data.sources.token_files import open_token_files
 from nanotron.data.tokenize.corpus import prepare_corpus
 from nanotron.data.tokenize.prepare import prepare_hub_dataset, prepare_sft_dataset, text_tokenizer
 from nanotron.data.tokenize.tokenizer import TextTokenizer
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, at_key
 from nanotron.logging import get_logger
 
 if TYPE_CHECKING:
@@ -59,32 +59,36 @@ class ScheduledStage:
     sequence_length: int
     stage: Stage | StreamStage
     validation: Stage | None
+    key: str
+    """Of the config: `data_stages[0]`."""
 
 
 def build_stages(config: Config) -> list[ScheduledStage]:
     """Open every stage's sources, in order of start."""
     vocab_size = model_vocab_size(config)
-    ordered = sorted(config.data_stages, key=lambda stage: stage.start_training_step)
-    return [_build_stage(config, stage, vocab_size) for stage in ordered]
+    ordered = sorted(enumerate(config.data_stages), key=lambda numbered: numbered[1].start_training_step)
+    return [_build_stage(config, stage, f"data_stages[{number}]", vocab_size) for number, stage in ordered]
 
 
-def _build_stage(config: Config, args: DatasetStageArgs, vocab_size: int) -> ScheduledStage:
+def _build_stage(config: Config, args: DatasetStageArgs, key: str, vocab_size: int) -> ScheduledStage:
     sequence_length = args.sequence_length or config.tokens.sequence_length
     skips = Skips(args.data.skip_samples)
-    stage = _open(
-        config, args, args.data.dataset, sequence_length, vocab_size, name=args.name, repeat=args.data.repeat,
-        skips=skips,
-    )  # fmt: skip
+    with at_key(f"{key}.data.dataset"):
+        stage = _open(
+            config, args, args.data.dataset, sequence_length, vocab_size, name=args.name, repeat=args.data.repeat,
+            skips=skips,
+        )  # fmt: skip
     validation = None
     if args.validation is not None:
         name = f"{args.name}, validation"
-        opened = _open(
-            config, args, args.validation, sequence_length, vocab_size, name=name, repeat=False, skips=Skips()
-        )
+        with at_key(f"{key}.validation"):
+            opened = _open(
+                config, args, args.validation, sequence_length, vocab_size, name=name, repeat=False, skips=Skips()
+            )
         if isinstance(opened, StreamStage):
-            raise ConfigError(f"data_stages {args.name!r}: validation needs a data set with a length, not a stream")
+            raise ConfigError(f"{key}.validation: a data set with a length is needed, not a stream")
         validation = opened
-    return ScheduledStage(args.name, args.start_training_step, sequence_length, stage, validation)
+    return ScheduledStage(args.name, args.start_training_step, sequence_length, stage, validation, key)
 
 
 def _open(

@@ -28,6 +28,9 @@ from nanotron.data.tokenize.corpus import VOCAB_SIZE
 from nanotron.data.tokenize.tokenizer import load_tokenizer, open_tokenizer, tokenizer_file, vocab_size
 from nanotron.errors import ConfigError
 
+MOST_LINES, MOST_NAMES = 5, 5  # of folders with one mistake
+FILES_OF_ONE = 2  # tokens and index
+
 
 class DataProblem(NamedTuple):
     """One thing wrong with the data: the key of the config that leads to it, and what is wrong."""
@@ -95,6 +98,25 @@ def empty_documents(config: Config) -> list[DataProblem]:
             if document := first_empty_document(_opened(local_folder(found.dataset, place), found.dataset)):
                 problems.append(DataProblem((*found.path, "dataset_folder", place), f"{document} {IS_EMPTY}"))
     return problems
+
+
+def too_many_files(config: Config, most: float) -> list[DataProblem]:
+    """Nothing wrong on this machine yet, but worth a line: more files than a rank may have open by and by."""
+    found = [one for one in datasets_of(config) if isinstance(one.dataset, NanosetDatasetsArgs)]
+    counts = [len(find_token_files(folder)) for one in found for folder in _local_folders(one.dataset)]
+    opened = FILES_OF_ONE * sum(counts)
+    if opened <= most:
+        return []
+    text = (
+        f"{sum(counts)} files of tokens, with their indices {opened} that a rank may have open at once, of {most:g}"
+        " that this machine allows; raise that (ulimit -Hn), or write fewer and larger files"
+    )
+    return [DataProblem((*found[0].path, "dataset_folder"), text)]
+
+
+def _local_folders(dataset: AnyDataset | None) -> Iterator[str]:
+    assert isinstance(dataset, NanosetDatasetsArgs)
+    yield from (local_folder(dataset, place) for place in range(len(dataset.dataset_folder)))
 
 
 def unended_texts(config: Config) -> list[DataProblem]:
@@ -178,7 +200,8 @@ def _list_problems(
 
 
 def _folder_problems(dataset: NanosetDatasetsArgs, sequence_length: int) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """What is wrong with the files of each folder."""
+    """What is wrong with the files of each folder; many with one mistake, say all that are missing, are one line."""
+    found: dict[str, list[tuple[int, str]]] = {}  # a mistake without the folder's name -> (folder's number, mistake)
     for number, folder in enumerate(dataset.dataset_folder):
         try:
             files = open_token_files(local_folder(dataset, number), token_bytes=dataset.token_size_in_bytes)
@@ -187,7 +210,13 @@ def _folder_problems(dataset: NanosetDatasetsArgs, sequence_length: int) -> Iter
                 if isinstance(file, NanosetFile) and file.num_tokens:
                     file.check_index()
         except (ConfigError, OSError) as error:
-            yield ("dataset_folder", number), str(error)
+            found.setdefault(str(error).replace(folder, ""), []).append((number, str(error)))
+    for alike in found.values():
+        others = [dataset.dataset_folder[number] for number, _ in alike[1:]]
+        is_many = len(alike) > MOST_LINES
+        more = f"; and the same of {len(others)} more: {', '.join(others[:MOST_NAMES])}, …" if is_many else ""
+        for number, text in alike[:1] if is_many else alike:
+            yield ("dataset_folder", number), text + more
 
 
 def tokenizer_name(config: Config) -> str | None:

@@ -16,8 +16,9 @@ from nanotron.config import Config, ParallelismArgs
 from nanotron.config.document import parse
 from nanotron.config.load import read_document
 from nanotron.config.rules import RULES
-from nanotron.convert.importing import read_model_config, starter_config
-from nanotron.convert.sources import OURS, Found, kind_of, open_weights
+from nanotron.convert.folders import OURS, Found, kind_of, read_model_config
+from nanotron.convert.importing import starter_config
+from nanotron.convert.sources import open_weights
 from nanotron.convert.tokenizer import read_tokenizer
 from nanotron.data.probe import tokenizer_name
 from nanotron.data.tokenize.tokenizer import TextTokenizer, open_tokenizer

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanotron.errors import ConfigError, say
+from nanotron.errors import ConfigError, complain, say
 from nanotron.plan.fixes import cheapest_fixes
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.layouts import changed
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from nanotron.config import Config
 
 FITS, DOES_NOT_FIT = 0, 3
+SOON_S, LINE_S = 2.0, 10.0
 
 
 def plan(config: Config, *, gpu: str, per_node: int, nodes: int | None) -> int:
@@ -37,13 +39,25 @@ def plan(config: Config, *, gpu: str, per_node: int, nodes: int | None) -> int:
     return DOES_NOT_FIT
 
 
+class Progress:
+    """Tells how far something is, on standard error: once it has taken 2 s, and then every 10 s."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + SOON_S
+
+    def __call__(self, line: str) -> None:
+        if time.monotonic() >= self._next:
+            complain(line)
+            self._next = time.monotonic() + LINE_S
+
+
 def plan_search(config: Config, *, gpu: str, per_node: int, nodes: int | None, output: Path) -> int:
     """Print the fastest layouts on these nodes and write the best one's config; returns 0, or 3 when none fits."""
     if output.exists():
         raise ConfigError(f"--output {output}: exists already; name another file, or delete it")
     planner = Planner(find_cluster(gpu, per_node))
     devices = nodes * per_node if nodes is not None else config.parallelism.world_size
-    found = search(planner, config, devices)
+    found = search(planner, config, devices, tell=Progress())
     say(search_text(found))
     if not found.best:
         say(f"None of {found.num_legal} legal layouts fits on {devices} × {planner.cluster.device.name}.")

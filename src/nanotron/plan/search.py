@@ -6,7 +6,7 @@ one chunk, which many layouts share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,13 +39,18 @@ class Found(NamedTuple):
     num_planned: int
 
 
-def search(planner: Planner, config: Config, num_devices: int) -> Found:
+def search(
+    planner: Planner, config: Config, num_devices: int, tell: Callable[[str], None] = lambda line: None
+) -> Found:
     """The fastest layouts of a run over this many devices, with its global batch and sequence length.
 
-    ZeRO stage 0, which saves nothing and sends more, is tried on the winners only.
+    ZeRO stage 0, which saves nothing and sends more, is tried on the winners only. `tell` is told again and again how
+    far the search is.
     """
-    legal = list(legal_layouts(planner, config, num_devices))
-    candidates = [Candidate(change, other, planner.least_seconds(other)) for change, other in legal]
+    candidates: list[Candidate] = []
+    for change, other in legal_layouts(planner, config, num_devices):
+        candidates.append(Candidate(change, other, planner.least_seconds(other)))
+        tell(f"{len(candidates)} legal layouts found so far")
     best: list[tuple[Change, Plan]] = []
     num_planned = 0
     for candidate in sorted(candidates, key=lambda candidate: candidate.least_seconds):
@@ -54,6 +59,8 @@ def search(planner: Planner, config: Config, num_devices: int) -> Found:
         if planner.fits(candidate.config):
             num_planned += 1
             best = _with(best, candidate.change, planner.plan(candidate.config))
+            seconds = best[0][1].step_seconds
+            tell(f"{num_planned} of at most {len(candidates)} layouts planned; best so far: {seconds:.3g} s a step")
     for change, _ in list(best):
         without = {**change, "optimizer.zero_stage": 0}
         other = changed(config, without)

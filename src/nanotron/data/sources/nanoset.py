@@ -7,6 +7,7 @@ X.ds.metadata   text: "tokenizer|bytes per token", number of tokens, the same nu
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import resource
@@ -66,6 +67,12 @@ def memory_map(path: str) -> mmap.mmap:
         # Otherwise the kernel reads 128 KiB around each 4 KiB window, thirty times what a shuffled order needs.
         mapped.madvise(mmap.MADV_RANDOM)
     return mapped
+
+
+def most_files() -> float:
+    """How many files a process of this machine may have open, once it has asked for all that it may."""
+    highest = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return math.inf if highest == resource.RLIM_INFINITY else highest - FILES_LEFT
 
 
 def _keep_room(path: str, descriptor: int) -> None:

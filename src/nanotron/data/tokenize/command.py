@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from nanotron.data.sources.documents import HubDataset
 from nanotron.data.tokenize.corpus import CORPUS_FOLDER, is_prepared, prepare_corpus
 from nanotron.data.tokenize.tokenizer import load_tokenizer, vocab_size
-from nanotron.errors import ConfigError, say
+from nanotron.errors import ConfigError, complain, say
 from nanotron.logging import human_format
 
 
@@ -16,6 +16,8 @@ def prepare_default_corpus(folder: str | None) -> None:
     """Prepare the embedded corpus unless it is there, and say which."""
     folder = folder or CORPUS_FOLDER
     known = is_prepared(folder)
+    if not known:
+        complain(f"{folder}: the embedded corpus is being prepared, which takes a minute: a BPE is trained on it first")
     prepare_corpus(folder)
     say(f"{folder}: the embedded corpus {'is already tokenized' if known else 'has been tokenized'}")
 

@@ -7,6 +7,7 @@ train on it. Where it lies and how large its vocabulary is are facts known befor
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import socket
@@ -26,7 +27,7 @@ CORPUS_FOLDER = "data/stdlib-bpe4096"
 VOCAB_SIZE = 4096
 
 LOOK_S = 0.1
-SAY_S = 60.0  # how long a process waits for another one before, and from one to the next time that, it says so
+SOON_S, SAY_S = 2.0, 60.0  # how long a process waits for another one before it says so, and from then on
 
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
@@ -52,6 +53,7 @@ def prepare_corpus(folder: str = CORPUS_FOLDER) -> str:
 
 
 def _prepare(folder: str) -> None:
+    logger.info(f"preparing the embedded corpus in {folder}, once: a BPE of {VOCAB_SIZE} tokens is trained on it")
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in corpus_files()]
     partial = f"{folder}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -60,6 +62,7 @@ def _prepare(folder: str) -> None:
     end = tokenizer.token_to_id(END_OF_TEXT)
     assert end is not None
     path = os.path.join(partial, "00000_unshuffled.ds")
+    logger.info(f"{folder}: {len(texts)} files are tokenized")
     with NanosetWriter(path, tokenizer=f"{folder}/tokenizer.json", token_bytes=token_bytes_for(VOCAB_SIZE)) as writer:
         for encoding in tokenizer.encode_batch_fast(texts):
             writer.write([[*encoding.ids, end]])
@@ -70,20 +73,21 @@ def _prepare(folder: str) -> None:
 def file_lock(path: str) -> Iterator[None]:
     """Hold the file lock `path`; the kernel lets go of it when the process ends, however it ends.
 
-    Who holds it works for as long as it takes; every minute of waiting is said, with that process.
+    Who holds it works for as long as it takes; waiting is said, with that process, soon and then every minute.
     """
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    began, said = time.monotonic(), 0
+    began, next_line = time.monotonic(), SOON_S
     with open(path, "a+") as file:
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             seconds = time.monotonic() - began
-            if seconds // SAY_S > said:
-                said = int(seconds // SAY_S)
+            if seconds > next_line:
                 file.seek(0)
-                logger.warning(f"waiting for {file.read().strip()}, which holds {path}, for {seconds:.0f} s")
+                line = f"waiting for {file.read().strip()}, which holds {path}, for {seconds:.0f} s"
+                logger.log(logging.INFO if next_line < SAY_S else logging.WARNING, line)  # at first, once for all ranks
+                next_line = SAY_S * (1 + seconds // SAY_S)
             time.sleep(LOOK_S)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -13,12 +13,14 @@ import re
 from pathlib import Path
 
 from nanotron.config import Config, CustomDatasetArgs, EmbeddedCorpusArgs, PretrainDatasetsArgs, SFTDatasetsArgs
-from nanotron.data.probe import tokenizer_name
+from nanotron.config.data import AnyDataset
+from nanotron.config.keys import dotted
+from nanotron.data.probe import datasets_of, tokenizer_name
 from nanotron.data.sources.documents import HubDataset, open_hub_dataset
 from nanotron.data.sources.hub_names import hub_datasets
 from nanotron.data.tokenize.corpus import file_lock, prepare_corpus
 from nanotron.data.tokenize.tokenizer import TextTokenizer, open_tokenizer, read_files
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, at_key
 from nanotron.logging import get_logger
 
 logger = get_logger(__name__)
@@ -28,18 +30,20 @@ CACHE_FOLDER = "data/hf"
 
 def prepare_data(config: Config) -> None:
     """Prepare every data set of the config that is not in token files yet."""
-    for stage in config.data_stages:
-        for dataset in (stage.data.dataset, stage.validation):
-            if isinstance(dataset, EmbeddedCorpusArgs):
-                prepare_corpus(dataset.folder)
-            if isinstance(dataset, PretrainDatasetsArgs) and not dataset.streaming:
-                for name, hub in hub_datasets(dataset):
-                    prepare_hub_dataset(config, dataset, name, hub)
-            if isinstance(dataset, SFTDatasetsArgs):
-                for name, hub in hub_datasets(dataset):
-                    prepare_sft_dataset(
-                        config, dataset, name, hub, stage.sequence_length or config.tokens.sequence_length
-                    )
+    for found in datasets_of(config):
+        with at_key(dotted(found.path)):
+            _prepare(config, found.dataset, found.sequence_length)
+
+
+def _prepare(config: Config, dataset: AnyDataset | None, sequence_length: int) -> None:
+    if isinstance(dataset, EmbeddedCorpusArgs):
+        prepare_corpus(dataset.folder)
+    if isinstance(dataset, PretrainDatasetsArgs) and not dataset.streaming:
+        for name, hub in hub_datasets(dataset):
+            prepare_hub_dataset(config, dataset, name, hub)
+    if isinstance(dataset, SFTDatasetsArgs):
+        for name, hub in hub_datasets(dataset):
+            prepare_sft_dataset(config, dataset, name, hub, sequence_length)
 
 
 def may_stream(config: Config) -> bool:
