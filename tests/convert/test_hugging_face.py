@@ -220,7 +220,7 @@ def test_tensors_that_nothing_is_computed_with_are_named_and_others_refused(tmp_
     assert told[1].startswith(f"{tmp_path}: has no tokenizer; generate and export-hf will ask for one: put ")
     with caplog.at_level("INFO", "nanotron"):
         load_weights(str(tmp_path), weight_pieces(config), config)
-    assert caplog.messages == told
+    assert caplog.messages == told[:1]
     save_file({**tensors, "model.layers.1.self_attn.o_proj.bias": torch.ones(32)}, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"model.layers.1.self_attn.o_proj.bias is no tensor of the model that the"):
         load_weights(str(tmp_path), weight_pieces(config), config)
