@@ -41,6 +41,14 @@ def test_a_bucket_over_the_cap_ends_at_its_block():
     assert ["layers.1.mlp.down.weight"] in found
 
 
+def test_ranks_that_hold_copies_put_them_at_the_same_places():
+    """A sum over three replicas or more has its own order at each place of a buffer: copies would part in bits."""
+    specs = [matrix("layers.0.q.weight", 4, 3, shard=(("tp", 0),)), matrix("layers.0.down.weight", 5, 3)]
+    meshes = [Mesh({"tp": 2}, rank) for rank in range(2)]
+    first, second = (names(make_buckets(ToyChunk(specs, mesh), mesh)) for mesh in meshes)
+    assert first == second
+
+
 def test_parameters_keep_their_values_as_views_of_the_bucket():
     chunk = ToyChunk(SPECS, Mesh())
     buckets = make_buckets(chunk, Mesh())

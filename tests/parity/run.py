@@ -87,6 +87,7 @@ def config_of(case: Case) -> Config:
                     "sliding_window_size": case.window,
                     "sliding_window_layers": list(case.window_layers) if case.window_layers else None,
                     "moe_config": moe_config(case),
+                    **FAMILIES.get(case.family, {}),
                 },
             },
             "optimizer": {
@@ -104,6 +105,20 @@ def config_of(case: Case) -> Config:
             "data_stages": [{"name": "random", "start_training_step": 1, "data": {"dataset": None}}],
         }
     )
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek": {
+        "num_key_value_heads": None,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 8, "mscale_all_dim": 1},
+    }
+}
+"""Keys of the model that a family has, or sees otherwise."""
 
 
 def moe_config(case: Case) -> dict[str, Any] | None:

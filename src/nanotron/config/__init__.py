@@ -26,6 +26,7 @@ from nanotron.config.general import (
 )
 from nanotron.config.load import get_config_from_dict, get_config_from_file
 from nanotron.config.model import (
+    DeepseekConfig,
     ExistingCheckpointInit,
     LlamaConfig,
     MistralConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "CustomDatasetArgs",
     "DataArgs",
     "DatasetStageArgs",
+    "DeepseekConfig",
     "EmbeddedCorpusArgs",
     "ExistingCheckpointInit",
     "GeneralArgs",

@@ -34,15 +34,27 @@ from nanotron.config.keys import (
 class RopeScalingArgs:
     """How rotary frequencies are stretched for sequences longer than the model was first trained on."""
 
-    rope_type: Lower[Literal["linear", "llama3"]] = required(
-        "`linear` divides every frequency by `factor`; `llama3` only the low ones.", example="llama3"
+    rope_type: Lower[Literal["linear", "llama3", "yarn"]] = required(
+        "`linear` divides every frequency by `factor`; `llama3` and `yarn` only the low ones.", example="llama3"
     )
     factor: Float = required("Stretch.", example=8.0, ge=1)
     low_freq_factor: Float = key(1.0, "llama3: wavelengths above original/low_freq_factor are stretched fully.", gt=0)
     high_freq_factor: Float = key(
         4.0, "llama3: wavelengths below original/high_freq_factor are left as they are.", gt=0
     )
-    original_max_position_embeddings: Int = key(8192, "llama3: tokens per sequence before the stretch.", gt=0)
+    original_max_position_embeddings: Int = key(8192, "llama3, yarn: tokens per sequence before the stretch.", gt=0)
+    beta_fast: Float = key(32.0, "yarn: frequencies that turn more often within the original sequence are kept.", gt=0)
+    beta_slow: Float = key(1.0, "yarn: frequencies that turn less often are stretched fully.", gt=0)
+    truncate: bool = key(True, "yarn: move the ends of what lies between to whole pairs of channels.")
+    attention_factor: Float | None = key(
+        None, "yarn: factor of rotated queries and keys.", derived="0.1 · ln(factor) + 1, or from mscale", gt=0
+    )
+    mscale: Float = key(
+        0.0, "yarn: with mscale_all_dim, the factor is (0.1 · mscale · ln(factor) + 1) / (the same of the other).", ge=0
+    )
+    mscale_all_dim: Float = key(
+        0.0, "yarn: see mscale; in DeepSeek models scores are multiplied by the square of its term as well.", ge=0
+    )
 
 
 Token = Annotated[Int, Field(ge=0)]
@@ -110,6 +122,11 @@ class ModelConfig:
         fill(self, "intermediate_size", 64 * math.ceil(8 * self.hidden_size / 3 / 64))
         if self.head_dim is None:
             fill(self, "head_dim", self._head_dim_from_hidden_size())
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated."""
+        return self.head_dim
 
     def _head_dim_from_hidden_size(self) -> int:
         width, remainder = divmod(self.hidden_size, self.num_attention_heads)
@@ -198,6 +215,26 @@ class Qwen3Config(ModelConfig):
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalised per head."""
         return True
+
+
+@section
+class DeepseekConfig(ModelConfig):
+    """DeepSeek-V2 and V3: multi-head latent attention, in which keys and values come from one short vector."""
+
+    is_deepseek_config: Literal[True] = key(True, "Marks the family.", marker=True)
+    q_lora_rank: Int | None = key(1536, "Width of the vector that queries come from; null: the layer's input.", gt=0)
+    kv_lora_rank: Int = key(512, "Width of the vector that keys and values come from.", gt=0)
+    qk_nope_head_dim: Int = key(128, "Channels of a query or key without positions.", gt=0)
+    qk_rope_head_dim: Int = key(64, "Channels of a query or key that are rotated.", gt=0, multiple_of=2)
+    v_head_dim: Int = key(128, "Width of a head's values.", gt=0)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a head that are rotated."""
+        return self.qk_rope_head_dim
+
+    def _head_dim_from_hidden_size(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 from nanotron.models import families  # noqa: E402  # after the classes that its table names

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from nanotron.config.config import Config
 from nanotron.config.data import NanosetDatasetsArgs
 from nanotron.config.keys import Path, path_of
-from nanotron.config.model import Qwen2Config
+from nanotron.config.model import DeepseekConfig, Qwen2Config
 
 Findings = Iterator[tuple[str, str]]
 HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
@@ -234,6 +234,23 @@ def _tokens_find_enough_experts(config: Config) -> Findings:
             f"{MOE}.top_k_groups",
             f"{moe.top_k_groups} groups of {experts // groups} experts have fewer than top_k={moe.top_k}; use at least"
             f" {least}",
+        )
+
+
+@rule("model.model_config")
+def _latent_heads_fit(config: Config) -> Findings:
+    model = config.model.model_config
+    if not isinstance(model, DeepseekConfig):
+        return
+    width = model.qk_nope_head_dim + model.qk_rope_head_dim
+    if model.num_key_value_heads != model.num_attention_heads:
+        yield KV_HEADS, f"{model.num_key_value_heads}: latent attention has keys for each head; leave it out"
+    if model.head_dim != width:
+        yield "model.model_config.head_dim", f"{model.head_dim} is not qk_nope_head_dim + qk_rope_head_dim; omit it"
+    if model.v_head_dim > width:
+        yield (
+            "model.model_config.v_head_dim",
+            f"{model.v_head_dim} is more than a key's qk_nope_head_dim + qk_rope_head_dim={width}; use at most that",
         )
 
 

@@ -29,8 +29,7 @@ from nanotron.ops.fused import Fuse, add_and_norm, eager, queries_and_keys, rms_
 from nanotron.ops.kernels import Kernels, kernels_of
 from nanotron.ops.linear import TensorParallel, linear
 from nanotron.ops.recompute import Recompute, recomputed
-from nanotron.ops.rope import Rotary, rotary_frequencies
-from nanotron.parallel.comm import copy_to, gather
+from nanotron.ops.rope import Rotary, rotary_frequencies, rotary_length
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import ParamSpec, draw
 
@@ -183,7 +182,8 @@ class DecoderChunk(nn.Module):
             x = embedding(batch.tokens, self.embed, self._first_row(EMBED), self.tp)  # [b, s] -> [b, s, d]
             metrics |= self._measured("embed", x)
         assert x is not None, "only the first chunk starts from tokens"
-        rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=self.config.rope_interleaved)
+        interleaved, length = self.config.rope_interleaved, rotary_length(self.config)
+        rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=interleaved, length=length)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
         products = self.tp.products if self.options.recompute == "selective" else None
         for block, kept in zip(self.layers, caches, strict=True):
@@ -233,7 +233,7 @@ class DecoderChunk(nn.Module):
                 logits, part_labels, self._first_row(head_name(self.config)), self.mesh, fuse=self.fuse
             )
 
-        x = gather(x, self.mesh, "tp", dim=1) if self.tp.sequence_parallel else copy_to(x, self.mesh, "tp")
+        x = self.tp.entered(x)
         sums = [
             recomputed(loss_of, part, part_labels)
             for part, part_labels in zip(torch.split(x, size, 1), torch.split(labels, size, 1), strict=True)

@@ -30,7 +30,7 @@ from nanotron.ops.experts import (
 )
 from nanotron.ops.fused import Fuse
 from nanotron.ops.linear import TensorParallel, linear
-from nanotron.parallel.comm import all_gather, all_reduce_, copy_to, exchange_rows, gather, scatter_sum, sum_from
+from nanotron.parallel.comm import all_gather, all_reduce_, exchange_rows, scatter_sum, sum_from
 
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig
@@ -131,11 +131,8 @@ class MoE(nn.Module):
     def _routed(self, x: Tensor, route: Route) -> Tensor:
         """[b, s, d] ([b, s/t, d]) to the experts and back."""
         tp, mesh = self.tp, self.tp.mesh
-        if tp.sequence_parallel:
-            x, weights = gather(x, mesh, "tp", dim=1), gather(route.weights, mesh, "tp", dim=1)
-            chosen = all_gather(route.chosen, mesh.group("tp"), dim=1)
-        else:
-            x, weights, chosen = copy_to(x, mesh, "tp"), copy_to(route.weights, mesh, "tp"), route.chosen
+        x, weights = tp.entered(x), tp.entered(route.weights)
+        chosen = all_gather(route.chosen, mesh.group("tp"), dim=1) if tp.sequence_parallel else route.chosen
         dispatch = dispatch_of(chosen.flatten(0, 1), self.moe.num_experts, mesh)
         rows, weight = spread(x.flatten(0, 1), dispatch), weights.flatten()[dispatch.choices]  # [m, d], [m]
         rows, weight = (

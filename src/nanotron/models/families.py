@@ -6,9 +6,13 @@ biases, norms and in what Hugging Face calls them; one that computes something e
 
 from __future__ import annotations
 
-from nanotron.config.model import LlamaConfig, MistralConfig, ModelConfig, Qwen2Config, Qwen3Config
+from functools import partial
+
+from nanotron.config.model import DeepseekConfig, LlamaConfig, MistralConfig, ModelConfig, Qwen2Config, Qwen3Config
 from nanotron.models.family import Family, HuggingFace
 from nanotron.models.flops import attention_flops, head_flops
+from nanotron.models.latent_attention import latent_attention_specs, latent_chunk, latent_layer_flops
+from nanotron.models.specs import decoder_specs
 
 _WINDOW = {"sliding_window": 4096}
 _QWEN = {"num_key_value_heads": 32, **_WINDOW, "max_window_layers": 28}
@@ -19,6 +23,12 @@ FAMILIES: dict[str, Family] = {
         MistralConfig, HuggingFace("MistralForCausalLM", (False,), {"num_key_value_heads": 8, **_WINDOW})
     ),
     "qwen2": Family(Qwen2Config, HuggingFace("Qwen2ForCausalLM", (True,), _QWEN)),
+    "deepseek": Family(
+        DeepseekConfig,
+        specs=partial(decoder_specs, attention=latent_attention_specs),
+        layer_flops=latent_layer_flops,
+        chunk=latent_chunk,
+    ),
     "qwen3": Family(Qwen3Config, HuggingFace("Qwen3ForCausalLM", (False, True), {**_QWEN, "head_dim": 128})),
 }
 

@@ -14,20 +14,23 @@ if TYPE_CHECKING:
 
 
 def decoder_layer_flops(model: ModelConfig, kind: str, sequence_length: int) -> int:
-    """FLOPs of a decoder layer's forward over one sequence, without a window; of experts, those that a token uses.
+    """FLOPs of a decoder layer's forward over one sequence, without a window.
 
-    Letters: s sequence, d hidden, h heads, k key/value heads, e head size, f feed-forward.
+    Letters: s sequence, d hidden, h heads, k key/value heads, e head size.
     """
-    s, d, f = sequence_length, model.hidden_size, model.intermediate_size
+    s, d = sequence_length, model.hidden_size
     h, k, e = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     projections = 2 * s * d * (h + 2 * k) * e + 2 * s * h * e * d  # q, k, v; then out
-    feed_forward = 6 * s * d * f  # gate, up, down
-    if kind == "sparse":
-        moe = model.moe_config
-        assert moe is not None
-        shared = moe.shared_expert_intermediate_size if moe.enable_shared_expert else 0
-        feed_forward = 2 * s * d * moe.num_experts + 6 * s * d * (moe.top_k * moe.moe_intermediate_size + shared)
-    return projections + attention_flops(model, s, s) + feed_forward
+    return projections + attention_flops(model, s, s) + mlp_flops(model, kind, s)
+
+
+def mlp_flops(model: ModelConfig, kind: str, sequence_length: int) -> int:
+    """FLOPs of the second half of a layer: gate, up and down; of experts, those that a token uses."""
+    tokens, moe = sequence_length * model.hidden_size, model.moe_config
+    if kind != "sparse" or moe is None:
+        return 6 * tokens * model.intermediate_size
+    shared = moe.shared_expert_intermediate_size if moe.enable_shared_expert else 0
+    return 2 * tokens * moe.num_experts + 6 * tokens * (moe.top_k * moe.moe_intermediate_size + shared)
 
 
 def attention_flops(model: ModelConfig, queries: int, keys: int) -> int:

@@ -27,6 +27,8 @@ from nanotron.parallel.comm import (
     begin_all_gather,
     begin_all_reduce_,
     begin_reduce_scatter,
+    copy_to,
+    gather,
     reduce_scatter,
 )
 from nanotron.parallel.mesh import Mesh
@@ -66,6 +68,10 @@ class TensorParallel:
     def exit(self) -> Exit:
         """How the partial results of a row-cut matmul are summed."""
         return "scatter" if self.sequence_parallel else "sum"
+
+    def entered(self, x: Tensor) -> Tensor:
+        """x as each rank reads all of it: [b, s, ..], or [b, s/t, ..] under sequence parallelism, -> [b, s, ..]."""
+        return gather(x, self.mesh, "tp", dim=1) if self.sequence_parallel else copy_to(x, self.mesh, "tp")
 
 
 def linear(

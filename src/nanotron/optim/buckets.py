@@ -40,6 +40,8 @@ class GroupKey(NamedTuple):
     dtype: torch.dtype
     reduce_axes: tuple[str, ...]
     partial_axes: tuple[str, ...]
+    copy_axes: tuple[str, ...]
+    """Ranks that hold copies must group them alike: sums of other replicas' gradients then have equal bits."""
     counted: bool
     """This rank's copy is the one that norms count and checkpoints keep."""
     decay: bool
@@ -154,6 +156,7 @@ class Buckets:
             dtype=weight.dtype,
             reduce_axes=spec.reduce_axes(self._mesh),
             partial_axes=spec.partial_axes(self._mesh),
+            copy_axes=spec.copy_axes(self._mesh),
             counted=spec.is_owner(self._mesh) and first_holder,
             decay=spec.decay,
             lr_scale=spec.lr_scale,

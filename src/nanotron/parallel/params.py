@@ -137,8 +137,12 @@ class ParamSpec:
 
     def is_owner(self, mesh: Mesh) -> bool:
         """Whether this rank holds the first of the copies that the model axes make: counted in norms, written once."""
-        copies = {part for axis in MODEL_AXES for part in mesh.parts(axis)} - self._cut_over(mesh)
-        return all(mesh.coord(part) == 0 for part in copies)
+        return all(mesh.coord(part) == 0 for part in self.copy_axes(mesh))
+
+    def copy_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The parts of the model axes whose ranks hold copies of the same elements."""
+        parts = [part for axis in MODEL_AXES for part in mesh.parts(axis) if mesh.size(part) > 1]
+        return tuple(part for part in parts if part not in self._cut_over(mesh))
 
     def _cut_over(self, mesh: Mesh) -> set[str]:
         return {part for axis, _ in self.shard for part in mesh.parts(axis)}
