@@ -31,7 +31,15 @@ def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
     around = {
         "parallel": {"agreement.py", "store.py"},
         "ops": set[str](),
-        "models": {"cache.py", "flops.py", "latent_attention.py", "latent_decoder.py", "hf_config.py", "hf_nanotron_names.py", "hf_tensors.py"},
+        "models": {
+            "cache.py",
+            "flops.py",
+            "latent_attention.py",
+            "latent_decoder.py",
+            "hf_config.py",
+            "hf_nanotron_names.py",
+            "hf_tensors.py",
+        },
         "pipeline": {"custom.py", "draw.py", "trace.py"},
         "optim": {"norms.py"},
         "training": {"diagnostics.py", "evaluate.py", "init_or_resume.py"},
