@@ -129,7 +129,7 @@ def test_freed_tensors_are_not_paged_in_again() -> None:
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN")
-def test_products_of_ever_new_shapes_do_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_of_ever_new_shapes_do_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
     for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -56,7 +56,7 @@ def test_a_layer_with_a_window_shorter_than_the_sequence_has_so_many_keys_for_ea
         for window in ({}, {"sliding_window_size": 32}, {"sliding_window_size": 5, "sliding_window_layers": [0, 2]})
     )
     assert full == long
-    saved = 4 * 32 * (32 - 5) * 64  # 2 products of 2 operations, tokens, keys, channels of all heads
+    saved = 4 * 32 * (32 - 5) * 64  # 2 matmuls of 2 operations, tokens, keys, channels of all heads
     assert some == [full[0] - saved, full[0], full[0] - saved]
 
 

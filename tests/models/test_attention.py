@@ -1,4 +1,4 @@
-"""Attention by blocks of plain products against torch's own, and what it keeps for backward."""
+"""Attention by blocks of plain matmuls against torch's own, and what it keeps for backward."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_work_and_memory_under_a_window_go_by_the_length_and_not_by_its_square(k
 
     (_, few), (largest, many) = largest_and_flops(2048), largest_and_flops(8192)
     assert largest == 8192 * 2 * 16, "something is larger than the queries"
-    if kernels == "cpu":  # torch counts plain products only
+    if kernels == "cpu":  # torch counts plain matmuls only
         assert 0 < many <= 4.1 * few
 
 

@@ -1,4 +1,4 @@
-"""Matrix products: the same numbers from whichever library makes them, and the choice between the two."""
+"""GEMMs: the same numbers from whichever library makes them, and the choice between the two."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def close(found: Tensor, expected: Tensor) -> None:
 @by_each_library
 @pytest.mark.parametrize("rows", [(), (1,), (0,), (7,), (2, 0), (3, 5)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
-def test_a_product_of_any_rows(rows: tuple[int, ...], biased: bool, by: Kernels) -> None:
+def test_a_gemm_of_any_rows(rows: tuple[int, ...], biased: bool, by: Kernels) -> None:
     x, w = normal(*rows, 33), normal(17, 33, seed=1)
     bias = normal(17, seed=2) if biased else None
     expected = x.double() @ w.double().t() + (0 if bias is None else bias.double())
@@ -44,7 +44,7 @@ def test_views_of_other_tensors_are_multiplied_as_they_look(by: Kernels) -> None
 @by_each_library
 @pytest.mark.parametrize(("n", "k"), [(24, 8), (8, 24), (1, 5), (5, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_products_add_to_what_is_there(by: Kernels, n: int, k: int, dtype: torch.dtype) -> None:
+def test_gemms_add_to_what_is_there(by: Kernels, n: int, k: int, dtype: torch.dtype) -> None:
     left, right = normal(9, n).to(dtype), normal(9, k, seed=1).to(dtype)
     start = normal(n, k, seed=2)
     total = start.to(torch.promote_types(dtype, torch.float32), copy=True)

@@ -1,4 +1,4 @@
-"""With tp_linear_async_communication a matrix product runs between a collective's beginning and its arrival."""
+"""With tp_linear_async_communication a matmul runs between a collective's beginning and its arrival."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.pool import Pool
 BEGINNINGS = ("begin_all_gather", "begin_reduce_scatter", "begin_all_reduce_")
 
 
-class Products(TorchDispatchMode):
-    """Notes every matrix product in ``events``."""
+class Matmuls(TorchDispatchMode):
+    """Notes every matmul in ``events``."""
 
     def __init__(self, events: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -30,7 +30,7 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._opname in ("mm", "addmm", "addmm_", "_linear_pointwise"):
-            self.events.append("product")
+            self.events.append("matmul")
         return func(*args, **(kwargs or {}))
 
 
@@ -61,7 +61,7 @@ def events_of(rank: int, world: int, sequence_parallel: bool, overlap: bool) -> 
     x, weight = torch.randn(1, 4, 8, requires_grad=True), torch.randn(6, 8, requires_grad=True)
     events: list[str] = []
     noted = {name: noting(name, getattr(layers, name), events) for name in BEGINNINGS}
-    with mock.patch.multiple(layers, **noted), Products(events):
+    with mock.patch.multiple(layers, **noted), Matmuls(events):
         (y,) = linear(x, [weight], tp, enter=tp.enter)
         forward = events.copy()
         events.clear()
@@ -70,24 +70,24 @@ def events_of(rank: int, world: int, sequence_parallel: bool, overlap: bool) -> 
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_products_run_while_tokens_are_gathered_and_gradients_are_scattered(pool: Pool, overlap: bool) -> None:
+def test_matmuls_run_while_tokens_are_gathered_and_gradients_are_scattered(pool: Pool, overlap: bool) -> None:
     for rank, (forward, backward) in enumerate(pool.run(2, events_of, True, overlap)):
         if overlap:
-            assert forward[:3] == ["all_gather begins", "product", "all_gather arrives"]
+            assert forward[:3] == ["all_gather begins", "matmul", "all_gather arrives"]
             assert backward == [
-                *("all_gather begins", "product", "reduce_scatter begins", "all_gather arrives"),
-                *("product", "reduce_scatter arrives"),
+                *("all_gather begins", "matmul", "reduce_scatter begins", "all_gather arrives"),
+                *("matmul", "reduce_scatter arrives"),
             ]
         else:
             assert "all_gather begins" not in forward, f"rank {rank} has nothing to do meanwhile"
             assert backward == [
-                *("all_gather begins", "all_gather arrives", "product"),
-                *("reduce_scatter begins", "reduce_scatter arrives", "product"),
+                *("all_gather begins", "all_gather arrives", "matmul"),
+                *("reduce_scatter begins", "reduce_scatter arrives", "matmul"),
             ]
 
 
 def test_weight_gradients_are_computed_while_input_gradients_are_summed(pool: Pool) -> None:
     for _, backward in pool.run(2, events_of, False, True):
-        assert backward == ["product", "all_reduce begins", "product", "all_reduce arrives"]
+        assert backward == ["matmul", "all_reduce begins", "matmul", "all_reduce arrives"]
     for _, backward in pool.run(2, events_of, False, False):
-        assert backward == ["product", "all_reduce begins", "all_reduce arrives", "product"]
+        assert backward == ["matmul", "all_reduce begins", "all_reduce arrives", "matmul"]

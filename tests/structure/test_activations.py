@@ -42,14 +42,14 @@ def kept_bytes(config: Config, *, accelerator: bool) -> int:
     d, f, t, e = model.hidden_size, model.intermediate_size, layout.tp, model.head_dim
     heads, kv_heads = model.num_attention_heads // t, model.num_key_value_heads // t
     cut = layout.cp_mode if layout.context_parallel_size > 1 else None
-    between = d // t if layout.sequence_parallel else d  # of a token between two matrix products that are cut over tp
+    between = d // t if layout.sequence_parallel else d  # of a token between two matmuls that are cut over tp
     entered = between if layout.tp_recompute_allgather else d
     size = torch.empty(0, dtype=getattr(torch, config.model.dtype)).element_size()
     half = size == 2 and not accelerator
     if layout.recompute_layer is True:
         per_token = size * between
     elif layout.recompute_layer == "selective":
-        per_token = size * (2 * between + (heads + 2 * kv_heads) * e + 2 * f // t)  # input, and products but the last
+        per_token = size * (2 * between + (heads + 2 * kv_heads) * e + 2 * f // t)  # input, and matmuls but the last
     else:
         per_token = size * 2 * entered  # what enters attention and MLP
         per_token += size * (2 * heads + kv_heads) * e  # q and k, rotated; what attention gives

@@ -95,12 +95,12 @@ class ParallelismArgs:
     )
     tp_linear_async_communication: bool | None = key(
         False,
-        "Run matrix products while tensor-parallel communication is on its way. Meant for GPUs; brings little on CPUs.",
+        "Run matmuls while tensor-parallel communication is on its way. Meant for GPUs; brings little on CPUs.",
     )
     recompute_layer: Recomputation = key(
         False,
-        "Keep only each layer's input for the backward pass and compute the layer again there;"
-        " `selective` keeps what its matrix products gave too, and computes all but these again.",
+        "Activation checkpointing: keep only each layer's input for the backward pass and compute the layer again"
+        " there; `selective` keeps what its matmuls gave too, and computes all but these again.",
     )
     tp_recompute_allgather: bool = key(
         True, "Under REDUCE_SCATTER, gather a linear layer's input again in the backward pass instead of keeping it."

@@ -333,7 +333,7 @@ class ModelArgs:
     )
     compile: bool = key(
         False,
-        "Compile what lies between the matrix products (norms, rotation, SwiGLU, loss), so that each takes one pass"
+        "Compile what lies between the matmuls (norms, rotation, SwiGLU, loss), so that each takes one pass"
         " over memory; the first step takes seconds longer. Needs a C++ compiler.",
     )
     loss_chunk: Int | None = key(

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that went through a chunk, so that the next token costs the work of one token.
+"""The KV cache: keys and values of the tokens that went through a chunk, so that the next one costs the work of one.
 
 one layer       |  seen by earlier calls  |  this call's s  |  room for later ones  |
 k, v            0                       n − s               n                     room      [b, room, kv/t, e]

@@ -51,7 +51,7 @@ class ChunkOptions:
     recompute: Recompute = False
     """Activation checkpointing: keep each layer's input only, and compute the layer again in backward.
 
-    ``"selective"``: keep what its products gave too, and compute norms, attention and what is elementwise again.
+    ``"selective"``: keep what its matmuls gave too, and compute norms, attention and what is elementwise again.
     """
     recompute_allgather: bool = True
     """Under sequence parallelism, keep this rank's tokens of a gathered input only, and gather it again in backward."""
@@ -185,11 +185,11 @@ class DecoderChunk(nn.Module):
         interleaved, length = self.config.rope_interleaved, rotary_length(self.config)
         rotary = Rotary(batch.positions, self.frequencies, x.dtype, interleaved=interleaved, length=length)
         caches: Sequence[LayerCache | None] = cache or [None] * len(self.layers)
-        products = self.tp.products if self.options.recompute == "selective" else None
+        matmuls = self.tp.matmuls if self.options.recompute == "selective" else None
         for block, kept in zip(self.layers, caches, strict=True):
             self.hooks.before_block(str(block.name))
             if self.options.recompute and torch.is_grad_enabled():
-                x, added, told = recomputed(block, x, rotary, batch.spans, products=products)
+                x, added, told = recomputed(block, x, rotary, batch.spans, matmuls=matmuls)
             else:
                 x, added, told = block(x, rotary, batch.spans, kept)
             losses |= {name: losses[name] + loss if name in losses else loss for name, loss in added.items()}

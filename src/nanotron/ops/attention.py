@@ -3,8 +3,8 @@
     b rows   s queries   m keys   h query heads   n key/value heads   g = h/n query heads that share one   e head dim
     w window: where a layer has one, a token sees the last w keys only, its own among them
 
-Two ways to the same numbers: torch's fused kernels, and, on a CPU, where those are slow, blocks of plain matrix
-products; which of them, the kernels say (ops/kernels.py). Neither keeps anything of size s × s for backward. Under a
+Two ways to the same numbers: torch's fused kernels, and, on a CPU, where those are slow, blocks of plain
+matmuls; which of them, the kernels say (ops/kernels.py). Neither keeps anything of size s × s for backward. Under a
 window either multiplies a piece of the queries with the keys that they reach, so that work goes by s · w:
 
     key      0 1 2 3 4 5 6 7        s = m = 8, w = 3; the second of two pieces of 4 queries
@@ -30,7 +30,7 @@ from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels
 
 LONG = 768
-"""Tokens from which on float32 products are large enough to be made one by one, which oneDNN is best at."""
+"""Tokens from which on float32 matmuls are large enough to be made one by one, which oneDNN is best at."""
 
 
 def causal_attention(

@@ -1,4 +1,4 @@
-"""The loss, from logits whose vocabulary is spread over tp.
+"""The loss, cross entropy, from logits whose vocabulary is spread over tp.
 
 b rows   s tokens of a row   t tensor-parallel ranks   V vocabulary
 """

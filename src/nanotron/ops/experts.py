@@ -75,10 +75,10 @@ class _RouterLogits(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
-        logits = tp.products.recall()
+        logits = tp.matmuls.recall()
         if logits is None:
             logits = [F.linear(_precise(x), _precise(weight))]
-            tp.products.keep(logits)
+            tp.matmuls.keep(logits)
         ctx.save_for_backward(x)
         ctx.weight, ctx.tp = weight, tp
         return logits[0]
@@ -249,10 +249,10 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: list[int], tp: TensorPar
 class _GroupedLinear(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], tp: TensorParallel) -> Tensor:
-        outputs = tp.products.recall()
+        outputs = tp.matmuls.recall()
         if outputs is None:
             outputs = [_grouped_gemm(rows, _matrices(weight).transpose(1, 2), sizes, tp.kernels)]
-            tp.products.keep(outputs)
+            tp.matmuls.keep(outputs)
         ctx.save_for_backward(rows)
         ctx.weight, ctx.sizes, ctx.tp = weight, sizes, tp
         return outputs[0]

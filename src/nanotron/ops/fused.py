@@ -1,11 +1,11 @@
-"""What a model computes between its matrix products and its collectives: pure functions of tensors, easy to fuse.
+"""What a model computes between its matmuls and its collectives: pure functions of tensors, easy to fuse.
 
 b rows   s tokens   d hidden size   f intermediate size   V vocabulary   t tensor-parallel ranks   h heads   e head dim
 
 Whoever calls them says how: ``fuse(swiglu)(gate_up)``, where ``fuse`` is ``eager`` (one torch operator after the
 other, each over all its operands) or ``fused`` (torch.compile: one pass over memory forward, and one backward). A
 function is compiled once for each shape it meets, however many layers call it, or once for any number of rows where
-these change from call to call. Matrix products, attention, collectives and the buckets of weight gradients stay
+these change from call to call. Matmuls, attention, collectives and the buckets of weight gradients stay
 outside, so schedules, recomputation and overlap know nothing of it.
 """
 

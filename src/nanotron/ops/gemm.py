@@ -1,4 +1,4 @@
-"""The matrix product of every linear layer, by the library that its kernels name (ops/kernels.py)."""
+"""The GEMM (matmul) of every linear layer, by the library that its kernels name (ops/kernels.py)."""
 
 from __future__ import annotations
 

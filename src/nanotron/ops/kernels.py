@@ -1,9 +1,9 @@
-"""Whose kernels make matrix products and attention: named by whoever builds a model, else chosen for its device.
+"""Whose kernels compute matmuls and attention: named by whoever builds a model, else chosen for its device.
 
     accelerator    torch's own choice for both
-    cpu            products by torch's default library, which is MKL on x86; attention in blocks of them, but for long
+    cpu            matmuls by torch's default library, which is MKL on x86; attention in blocks of them, but for long
                    float32 rows, which go to torch's own kernel
-    cpu_onednn     float32 products by oneDNN; attention always in blocks
+    cpu_onednn     float32 matmuls by oneDNN; attention always in blocks
 
 MKL has AVX-512 code for Intel's processors only: an AMD Zen 5 does half of what it can. oneDNN, which torch brings as
 well and uses for half precision, goes by what the processor can do. Any of the three runs on any CPU, with the same

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels
-from nanotron.ops.recompute import Products
+from nanotron.ops.recompute import MatmulOutputs
 from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.comm import (
     AsyncHandle,
@@ -49,7 +49,7 @@ class TensorParallel:
     overlap: bool = False
     """Multiply while tensors are under way: same numbers but for rounding, and two more copies of an output."""
     kernels: Kernels = "accelerator"
-    products: Products = field(default_factory=Products)
+    matmuls: MatmulOutputs = field(default_factory=MatmulOutputs)
     """What was multiplied in the layer that is under way, where that is kept."""
 
     def awaited(self, arrival: AsyncHandle) -> AsyncHandle:
@@ -90,7 +90,7 @@ def linear(
     Several weights share one entry of x, and one collective for its gradient. A bias is added after the exit, once.
 
     Forward: identity or all-gather, matmul, then nothing, all-reduce or reduce-scatter. Backward: each one's transpose.
-    The input gradient is computed first; weight gradients go to ``tp.weight_grads``. With ``tp.overlap`` products run
+    The input gradient is computed first; weight gradients go to ``tp.weight_grads``. With ``tp.overlap`` matmuls run
     while something is on its way: those of this rank's tokens while the others' are gathered, the input gradient while
     x is gathered again, weight gradients while the input gradient is summed.
     """
@@ -105,10 +105,10 @@ class _Linear(Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = params[:count], params[count:]
         ctx.gathers_again = enter == "gather" and tp.recompute_allgather
-        outputs = tp.products.recall()
+        outputs = tp.matmuls.recall()
         if outputs is None:
             entered, outputs = _multiplied(x, weights, biases, tp, enter, exit)
-            tp.products.keep(outputs)
+            tp.matmuls.keep(outputs)
         elif enter == "gather" and not ctx.gathers_again:
             entered = all_gather(x, tp.mesh.group("tp"), dim=1)  # [b, s/t, k] -> [b, s, k]
         else:
@@ -172,7 +172,7 @@ def _gemms(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], kerne
 def _multiply_while_gathering(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tp: TensorParallel
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather x [b, s/t, k] and multiply it, this rank's own tokens first: the gathered [b, s, k] and its products."""
+    """Gather x [b, s/t, k] and multiply it, this rank's own tokens first: the gathered [b, s, k] and its outputs."""
     arriving = begin_all_gather(x, tp.mesh.group("tp"), dim=1)
     own = _gemms(x, weights, biases, tp.kernels)
     entered = arriving()

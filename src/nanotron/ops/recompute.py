@@ -13,14 +13,14 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Result = TypeVar("Result")
 Recompute = Literal[False, True, "selective"]
-"""What a layer keeps for its backward: all (False), its input alone (True), or that and what its products gave."""
+"""What a layer keeps for its backward: all (False), its input alone (True), or that and what its matmuls gave."""
 
 
-class Products:
-    """The results of a layer's matrix products, kept by its forward for when the layer is computed again.
+class MatmulOutputs:
+    """The results of a layer's matmuls, kept by its forward for when the layer is computed again.
 
     The last ones are not kept. Nothing in the layer needs their values in backward: computing it again ends where the
-    last product has its input back.
+    last matmul has its input back.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Products:
         self._again = False
 
     def keep(self, results: Sequence[Tensor]) -> None:
-        """Keep a product's results, after their collectives, if a layer's forward is under way that is to."""
+        """Keep a matmul's results, after their collectives, if a layer's forward is under way that is to."""
         if self._kept is not None:
             self._kept.append([result.detach() for result in results])  # autograd makes the others point at the layer
 
     def recall(self) -> list[Tensor] | None:
-        """The results of the next product of a layer that is computed again; None: there is none, multiply."""
+        """The results of the next matmul of a layer that is computed again; None: there is none, multiply."""
         return self._kept.popleft() if self._kept is not None and self._again else None
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -53,8 +53,8 @@ class Products:
             kept.append(shapes)
 
 
-def recomputed(layer: Callable[..., Result], *inputs: Any, products: Products | None = None) -> Result:
-    """``layer(*inputs)``, computed again in backward; given ``products``, without multiplying again."""
-    contexts = noop_context_fn if products is None else products.contexts
+def recomputed(layer: Callable[..., Result], *inputs: Any, matmuls: MatmulOutputs | None = None) -> Result:
+    """``layer(*inputs)``, computed again in backward; given ``matmuls``, without multiplying again."""
+    contexts = noop_context_fn if matmuls is None else matmuls.contexts
     result: Result = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return result

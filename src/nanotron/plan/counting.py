@@ -29,7 +29,7 @@ _ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 2,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
 }
-"""Matrix products of [s, e] by [e, s] size that each kernel makes: the backward computes the scores again."""
+"""Matmuls of [s, e] by [e, s] size that each kernel makes: the backward computes the scores again."""
 
 
 class Traffic(NamedTuple):

@@ -30,7 +30,7 @@ class Cluster:
     device: Device
     per_node: int
     matmul_efficiency: float = MATMUL_EFFICIENCY
-    """Share of the peak that matrix products reach."""
+    """Share of the peak that matmuls reach."""
     network_efficiency: float = NETWORK_EFFICIENCY
     """Share of the adapters' rate that collectives between nodes reach."""
 
@@ -55,7 +55,7 @@ class Cluster:
         return self.device.peak_flops[dtype]
 
     def compute_seconds(self, work: Work, peak_flops: float) -> float:
-        """Time of the kernels: matrix products at a share of the peak, the rest at memory speed, or launching them."""
+        """Time of the kernels: matmuls at a share of the peak, the rest at memory speed, or launching them."""
         busy = (work["matmul"] + work["attention"]) / (self.matmul_efficiency * peak_flops)
         busy += work["moved"] / (MEMORY_EFFICIENCY * self.device.memory_bandwidth)
         return max(busy, work["kernels"] * HOST_SECONDS) if self.is_accelerator else busy

@@ -39,7 +39,7 @@ class Training:
     def __init__(
         self, config: Config, mesh: Mesh, device: torch.device | str, *, kernels: Kernels | None = None
     ) -> None:
-        """``kernels``: who makes products and attention; None: what is fastest on the device."""
+        """``kernels``: who computes matmuls and attention; None: what is fastest on the device."""
         self._config, self._mesh = config, mesh
         stages = modules_of_stages(config, mesh.coord("pp"))
         options = replace(chunk_options(config, device), kernels=kernels)
@@ -92,7 +92,7 @@ class Training:
         return word
 
     def state_shards(self) -> Iterator[StateShard]:
-        """All state that outlives a step, as boxes of global tensors: weights and optimizer state."""
+        """The sharded state dict: all that outlives a step, as boxes of global tensors; weights and optimizer state."""
         self.buckets.wait_gather()
         slots = [(bucket, slot) for bucket in self.buckets.all for slot in bucket.slots]
         for index, (bucket, slot) in enumerate(slots):
