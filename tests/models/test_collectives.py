@@ -89,27 +89,29 @@ def all_errors(rank: int, world: int, axes: Any, axis: str, dim: int) -> dict[st
 def seeded_fault(fault: str) -> Iterator[None]:
     """Make one collective wrong in the way a tired author would."""
 
-    def backward_is_identity(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def part(x: Tensor, group: Any, dim: int) -> Tensor:
+        return x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
 
-    def backward_is_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return comm.all_reduce(grad, dist.group.WORLD), None
+    def padded(x: Tensor, group: Any, dim: int) -> Tensor:
+        me = dist.get_rank(group)
+        return torch.cat([x if r == me else torch.zeros_like(x) for r in range(dist.get_world_size(group))], dim)
 
-    def backward_keeps_own_part(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        n, me = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
-        return grad.chunk(n, ctx.dim)[me], None, None
-
-    def backward_pads_with_zeros(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        n, me = dist.get_world_size(ctx.group), dist.get_rank(ctx.group)
-        return torch.cat([grad if r == me else torch.zeros_like(grad) for r in range(n)], ctx.dim), None, None
-
-    place, wrong = {
-        "copy_to": (comm._CopyTo, backward_is_identity),
-        "sum_from": (comm._SumFrom, backward_is_all_reduce),
-        "gather": (comm._Gather, backward_keeps_own_part),
-        "scatter_sum": (comm._ScatterSum, backward_pads_with_zeros),
+    sound, pair = getattr(comm, fault), comm._pair
+    wrong = {
+        "copy_to": lambda group: lambda grad: grad,
+        "sum_from": lambda group: lambda grad: comm.all_reduce(grad, group),
+        "gather": lambda group: lambda grad: part(grad, group, 1),
+        "scatter_sum": lambda group: lambda grad: padded(grad, group, 1),
     }[fault]
-    with mock.patch.object(place, "backward", staticmethod(wrong)):
+
+    def faulty_pair(x: Tensor, group: Any, forward: comm.Operation, backward: comm.Operation) -> Tensor:
+        return pair(x, group, forward, wrong(group))
+
+    def collective(x: Tensor, mesh: Mesh, axis: str, *dim: int) -> Tensor:
+        with mock.patch.object(comm, "_pair", faulty_pair):
+            return sound(x, mesh, axis, *dim)
+
+    with mock.patch.object(comm, fault, collective):
         yield
 
 

@@ -39,7 +39,8 @@ def copy_to(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 
     x: any shape, equal on all ranks.
     """
-    return x if mesh.size(axis) == 1 else _apply(_CopyTo, x, mesh.group(axis))
+    group = mesh.group(axis)
+    return _pair(x, group, lambda x: x.view_as(x), lambda grad: all_reduce(grad, group))
 
 
 def sum_from(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
@@ -47,12 +48,14 @@ def sum_from(x: Tensor, mesh: Mesh, axis: str) -> Tensor:
 
     x: any shape, one addend per rank; the result is equal on all ranks.
     """
-    return x if mesh.size(axis) == 1 else _apply(_SumFrom, x, mesh.group(axis))
+    group = mesh.group(axis)
+    return _pair(x, group, lambda x: all_reduce(x, group), lambda grad: grad)
 
 
 def gather(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
     """Concatenate the ranks' equal parts along ``dim``. Forward: all-gather; backward: reduce-scatter."""
-    return x if mesh.size(axis) == 1 else _apply(_Gather, x, mesh.group(axis), dim)
+    group = mesh.group(axis)
+    return _pair(x, group, lambda x: all_gather(x, group, dim), lambda grad: reduce_scatter(grad, group, dim))
 
 
 def scatter_sum(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
@@ -60,7 +63,8 @@ def scatter_sum(x: Tensor, mesh: Mesh, axis: str, dim: int) -> Tensor:
 
     The size of ``dim`` divides by the axis.
     """
-    return x if mesh.size(axis) == 1 else _apply(_ScatterSum, x, mesh.group(axis), dim)
+    group = mesh.group(axis)
+    return _pair(x, group, lambda x: reduce_scatter(x, group, dim), lambda grad: all_gather(grad, group, dim))
 
 
 def exchange(x: Tensor, mesh: Mesh, axis: str, *, split: int, join: int) -> Tensor:
@@ -68,7 +72,8 @@ def exchange(x: Tensor, mesh: Mesh, axis: str, *, split: int, join: int) -> Tens
 
     x [.., n·l, .., m, ..] -> [.., l, .., n·m, ..] with n ranks; the size of ``split`` divides by n.
     """
-    return x if mesh.size(axis) == 1 else _apply(_Exchange, x, mesh.group(axis), split, join)
+    group = mesh.group(axis)
+    return _pair(x, group, lambda x: all_to_all(x, group, split, join), lambda y: all_to_all(y, group, join, split))
 
 
 def exchange_rows(x: Tensor, mesh: Mesh, axis: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -77,77 +82,33 @@ def exchange_rows(x: Tensor, mesh: Mesh, axis: str, sent: Sequence[int], receive
     x [Σ sent, ..], its rows in the order of the ranks they go to -> [Σ received, ..], in the order of those they are
     from. The numbers may differ, and be 0.
     """
-    return x if mesh.size(axis) == 1 else _apply(_ExchangeRows, x, mesh.group(axis), sent, received)
+    group = mesh.group(axis)
+    return _pair(
+        x,
+        group,
+        lambda x: all_to_all_rows(x, group, sent, received),
+        lambda grad: all_to_all_rows(grad, group, received, sent),
+    )
 
 
-class _CopyTo(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
+Operation = Callable[[Tensor], Tensor]
 
 
-class _SumFrom(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return reduce_scatter(grad, ctx.group, ctx.dim), None, None
-
-
-class _ScatterSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return reduce_scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(grad, ctx.group, ctx.dim), None, None
-
-
-class _Exchange(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, split: int, join: int) -> Tensor:
-        ctx.group, ctx.split, ctx.join = group, split, join
-        return all_to_all(x, group, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(grad, ctx.group, ctx.join, ctx.split), None, None, None
-
-
-class _ExchangeRows(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sent, ctx.received = group, sent, received
-        return all_to_all_rows(x, group, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all_rows(grad, ctx.group, ctx.received, ctx.sent), None, None, None
-
-
-def _apply(function: type[Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+def _pair(x: Tensor, group: ProcessGroup | None, forward: Operation, backward: Operation) -> Tensor:
+    """``forward(x)``, whose gradient is ``backward`` of its own; x itself when group is None."""
+    result: Tensor = x if group is None else _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
+
+
+class _Pair(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Operation, backward: Operation) -> Tensor:
+        ctx.transpose = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose(grad), None, None
 
 
 # -------------------------------------------------------------- without autograd
@@ -175,8 +136,13 @@ def reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     return begin_reduce_scatter(x, group, dim)()
 
 
-def all_to_all(x: Tensor, group: ProcessGroup, split: int, join: int) -> Tensor:
-    """Send part i of dim ``split`` to rank i, and concatenate what the ranks sent along dim ``join``."""
+def all_to_all(x: Tensor, group: ProcessGroup | None, split: int, join: int) -> Tensor:
+    """Send part i of dim ``split`` to rank i, and concatenate what the ranks sent along dim ``join``.
+
+    x itself when group is None.
+    """
+    if group is None:
+        return x
     n = dist.get_world_size(group)
     assert x.shape[split] % n == 0, f"dim {split} of {tuple(x.shape)} does not divide by {n} ranks"
     parts = torch.stack(x.chunk(n, split))  # [n, .., l, .., m, ..]
@@ -185,8 +151,13 @@ def all_to_all(x: Tensor, group: ProcessGroup, split: int, join: int) -> Tensor:
     return torch.cat(received.unbind(), join)
 
 
-def all_to_all_rows(x: Tensor, group: ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """Send ``sent[i]`` rows of x to rank i and get ``received[i]`` from it: [Σ sent, ..] -> [Σ received, ..]."""
+def all_to_all_rows(x: Tensor, group: ProcessGroup | None, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send ``sent[i]`` rows of x to rank i and get ``received[i]`` from it: [Σ sent, ..] -> [Σ received, ..].
+
+    x itself when group is None.
+    """
+    if group is None:
+        return x
     rows = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=group)
     return rows
