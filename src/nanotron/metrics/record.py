@@ -172,7 +172,7 @@ def work_line(row: Mapping[str, Any], mesh: Mesh) -> str:
 
 
 def _coordinates(mesh: Mesh) -> str:
-    shown = [f"{axis} {mesh.coord(axis)}" for axis in ("pp", "dp", "tp") if mesh.size(axis) > 1]
+    shown = [f"{axis} {mesh.coord(axis)}" for axis in ("pp", "dp", "cp", "tp") if mesh.size(axis) > 1]
     return f" ({', '.join(shown)})" if shown else ""
 
 

@@ -226,42 +226,46 @@ def _zbv_full(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
 
 
 @dataclass(frozen=True)
-class _Family:
-    """What a name of `parallelism.pp_engine` stands for; `virtual_stages` is its fixed number of chunks, if any."""
+class _BuiltIn:
+    """What a name of `parallelism.pp_engine` stands for."""
 
     order: Callable[..., Iterable[Action]]
     place: Placement = loop
     virtual_stages: int | None = 1
+    """Chunks of every rank; None: `parallelism.pp_virtual_stages` says how many, and `order` takes `num_chunks`."""
+    in_rounds: bool = False
+    """Whether it takes as many microbatches at a time as there are ranks, so that their number must be a multiple."""
 
 
-_FAMILIES = {
-    "afab": _Family(afab),
-    "1f1b": _Family(one_f_one_b),
-    "interleaved_1f1b": _Family(interleaved_1f1b, virtual_stages=None),
-    "zb_h1": _Family(zb_h1),
-    "zbv": _Family(zbv, place=vee, virtual_stages=2),
+_BUILT_IN = {
+    "afab": _BuiltIn(afab),
+    "1f1b": _BuiltIn(one_f_one_b),
+    "interleaved_1f1b": _BuiltIn(interleaved_1f1b, virtual_stages=None, in_rounds=True),
+    "zb_h1": _BuiltIn(zb_h1),
+    "zbv": _BuiltIn(zbv, place=vee, virtual_stages=2),
 }
-SCHEDULE_NAMES = tuple(_FAMILIES)
+SCHEDULE_NAMES = tuple(_BUILT_IN)
 
 
 def default_virtual_stages(name: str) -> int:
     """Stages of each rank where the config does not say: one, but for the schedules that are made for two."""
-    family = _FAMILIES.get(name, _Family(afab))  # a schedule of the user's own has one
-    return family.virtual_stages or 2
+    built_in = _BUILT_IN.get(name, _BuiltIn(afab))  # a schedule of the user's own has one
+    return built_in.virtual_stages or 2
 
 
 def get_schedule(name: str, ranks: int, virtual_stages: int = 1) -> Schedule:
     """A built-in schedule for this many ranks; `virtual_stages` counts where it leaves the chunks per rank free."""
-    family = _FAMILIES[name]
-    if family.virtual_stages is not None:
-        return Schedule(name, ranks, family.virtual_stages, family.place, family.order)
-    return Schedule(name, ranks, virtual_stages, family.place, partial(family.order, num_chunks=virtual_stages))
+    built_in = _BUILT_IN[name]
+    if built_in.virtual_stages is not None:
+        return Schedule(name, ranks, built_in.virtual_stages, built_in.place, built_in.order)
+    return Schedule(name, ranks, virtual_stages, built_in.place, partial(built_in.order, num_chunks=virtual_stages))
 
 
 def schedule_problems(name: str, ranks: int, virtual_stages: int, microbatches: int) -> list[str]:
     """Why this built-in schedule cannot run so, one line per rule broken; empty when it can."""
     problems = []
-    fixed = _FAMILIES[name].virtual_stages
+    built_in = _BUILT_IN[name]
+    fixed = built_in.virtual_stages
     if virtual_stages < 1:
         problems.append(f"parallelism.pp_virtual_stages={virtual_stages} must be at least 1")
     elif fixed is not None and virtual_stages not in (1, fixed):
@@ -269,12 +273,12 @@ def schedule_problems(name: str, ranks: int, virtual_stages: int, microbatches: 
             f"parallelism.pp_virtual_stages={virtual_stages} does not fit parallelism.pp_engine={name}, which has "
             f"{fixed} per rank; leave pp_virtual_stages out, or use pp_engine: interleaved_1f1b"
         )
-    if name == "interleaved_1f1b" and microbatches % ranks:
+    if built_in.in_rounds and microbatches % ranks:
         below = microbatches // ranks * ranks
         nearest = below if below and microbatches - below <= ranks // 2 else below + ranks
         problems.append(
             f"tokens.batch_accumulation_per_replica={microbatches} is not a multiple of parallelism.pp={ranks}, which "
-            f"pp_engine: interleaved_1f1b needs; the nearest is {nearest}"
+            f"pp_engine: {name} needs; the nearest is {nearest}"
         )
     return problems
 

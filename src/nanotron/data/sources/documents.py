@@ -17,13 +17,17 @@ from typing import Any, NamedTuple
 from nanotron.data.sources.compressed import COMPRESSED_SUFFIXES, open_decompressed
 from nanotron.errors import ConfigError
 
-TEXT_SUFFIXES = (".txt", ".text", ".md", ".py")
-LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
+FORMATS = {
+    "text": (".txt", ".text", ".md", ".py"),
+    "lines": (".jsonl", ".json", ".ndjson"),
+    "parquet": (".parquet",),
+}
+"""Kind -> what its files' names end in; `_file_pieces` says how such a file is cut, `READERS` how a piece is read."""
 ROWS_PER_PIECE = 10_000
 CHUNK = 2**20
 CHOOSE_COLUMN = "choose with --column, in a config with text_column_name"
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-SUFFIXES = (*TEXT_SUFFIXES, *LINES_SUFFIXES, ".parquet")
+SUFFIXES = tuple(suffix for suffixes in FORMATS.values() for suffix in suffixes)
 
 
 class InputPart(NamedTuple):
@@ -98,14 +102,10 @@ def _find_files(name: str) -> list[str]:
 
 
 def _format(path: str) -> str | None:
-    """text, lines or parquet, by the name without its compression; None when the name says nothing."""
+    """The kind of a file, by its name without its compression; None when the name says nothing."""
     for compression in COMPRESSED_SUFFIXES:
         path = path.removesuffix(compression)
-    if path.endswith(LINES_SUFFIXES):
-        return "lines"
-    if path.endswith(TEXT_SUFFIXES):
-        return "text"
-    return "parquet" if path.endswith(".parquet") else None
+    return next((kind for kind, suffixes in FORMATS.items() if path.endswith(suffixes)), None)
 
 
 def _file_pieces(path: str, piece_size: int) -> list[InputPart]:
@@ -173,8 +173,7 @@ def open_hub_dataset(name: str, hub: HubDataset) -> Any:
 
 def read_texts(piece: InputPart, column: str, hub: HubDataset) -> Iterator[Text]:
     """The texts of a piece, those without a character too."""
-    readers = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}
-    reader = readers.get(piece.kind)
+    reader = READERS.get(piece.kind)
     for text in reader(piece, column) if reader else _read_hub(piece, column, hub):
         whole = encodable(text.text)
         yield text if whole is text.text else text._replace(text=whole, is_mended=True)
@@ -208,7 +207,11 @@ def _line_number(path: str, offset: int) -> int:
 
 def _read_text(piece: InputPart, column: str) -> Iterator[Text]:
     with open_decompressed(piece.path) as file:
-        yield Text(_decoded(file.read(), piece.path, 0), piece.size, None)
+        try:
+            text = file.read().decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{piece.path}: byte {error.start} is not UTF-8; convert the file") from None
+    yield Text(text, piece.size, None)
 
 
 def _read_lines(piece: InputPart, column: str) -> Iterator[Text]:
@@ -289,8 +292,4 @@ def _read_hub(piece: InputPart, column: str, hub: HubDataset) -> Iterator[Text]:
         yield Text(text_of(row, column, place_of(piece, number)), 1, number)
 
 
-def _decoded(content: bytes, path: str, offset: int) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {offset + error.start} is not UTF-8; convert the file") from None
+READERS = {"text": _read_text, "lines": _read_lines, "parquet": _read_parquet}

@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING
 
 from nanotron.checkpoint.storage import RemoteFolder
 from nanotron.data.sources.partial_files import MARK, Origin, PartialFile, begin
+from nanotron.data.sources.token_files import FORMATS, KINDS_OF_FILES
 from nanotron.data.tokenize.corpus import file_lock
+from nanotron.data.tokenize.tokenizer import FILES
 from nanotron.errors import ConfigError
 
 if TYPE_CHECKING:
     from nanotron.config import NanosetDatasetsArgs
 
 KEPT = "data/remote"
-TOKENS = (".ds", ".ds.index", ".ds.loss", ".idx", ".bin", ".npy")
-TEXTS = (".metadata", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-         "generation_config.json")  # fmt: skip
+TOKENS = (*FORMATS, ".ds.index", ".ds.loss")
+TEXTS = (".metadata", *FILES)
 
 
 def local_folder(dataset: NanosetDatasetsArgs, number: int) -> str:
@@ -78,7 +79,7 @@ def _listed(url: str) -> tuple[RemoteFolder, str, dict[str, Origin]]:
     if not any(file.endswith(TOKENS) for file in files):
         inside = ", ".join(sorted(found)[:5]) or "nothing"
         raise ConfigError(
-            f"{url} holds no token files: looked for .ds (Nanoset), .idx with .bin (Megatron), .npy and .bin, found "
+            f"{url} holds no token files: looked for {KINDS_OF_FILES}, found "
             f"{inside}; write some with `nanotron tokenize INPUT --output {url}`"
         )
     return folder, name, files

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from nanotron.data.sources.partial_files import ensure
 from nanotron.errors import ConfigError
 
 MOST_HEADER_BYTES = 2**16  # of a .npy file, by its format
+KINDS_OF_FILES = ".ds (Nanoset), .idx with .bin (Megatron), .npy and .bin"
 
 
 class FlatTokens(MappedTokens):
@@ -30,21 +32,19 @@ class FlatTokens(MappedTokens):
 def open_token_files(path: str, *, token_bytes: int | None = None) -> list[TokenFile]:
     """The token files at `path` (a folder, a file, or Megatron's prefix), in the order of concatenation.
 
-    `token_bytes` is for files that do not say it themselves. A folder holds one format; the first found in the order
-    .ds, .idx, .npy, .bin is taken.
+    `token_bytes` is for files that do not say it themselves. A folder holds one format; the first of FORMATS is taken.
     """
     found = find_token_files(path)
     if not found:
         raise ConfigError(_nothing_found(path))
     if token_bytes not in (None, 2, 4):
         raise ConfigError(f"{path}: {token_bytes} bytes per token; use 2 or 4")
-    opener = {".ds": _open_nanoset, ".idx": _open_megatron, ".npy": _open_npy, ".bin": _open_flat}
-    return [opener[os.path.splitext(name)[1]](name, token_bytes) for name in found]
+    return [FORMATS[os.path.splitext(name)[1]](name, token_bytes) for name in found]
 
 
 def find_token_files(path: str) -> list[str]:
     """The names of the token files at `path`, all of the first format that there is."""
-    return next((found for suffix in (".ds", ".idx", ".npy", ".bin") if (found := _find(path, suffix))), [])
+    return next((found for suffix in FORMATS if (found := _find(path, suffix))), [])
 
 
 def _find(path: str, suffix: str) -> list[str]:
@@ -54,10 +54,6 @@ def _find(path: str, suffix: str) -> list[str]:
         prefix = path.removesuffix(".bin").removesuffix(".idx")
         return [f"{prefix}.idx"] if os.path.isfile(f"{prefix}.idx") else []
     return [path] if os.path.isfile(path) and path.endswith(suffix) else []
-
-
-def _open_nanoset(path: str, token_bytes: int | None) -> TokenFile:
-    return open_nanoset_file(path, token_bytes=token_bytes)
 
 
 def _open_megatron(path: str, token_bytes: int | None) -> TokenFile:
@@ -84,6 +80,15 @@ def _open_flat(path: str, token_bytes: int | None) -> TokenFile:
     return _not_empty(FlatTokens(path, f"<u{token_bytes}"))
 
 
+FORMATS: dict[str, Callable[[str, int | None], TokenFile]] = {
+    ".ds": lambda path, token_bytes: open_nanoset_file(path, token_bytes=token_bytes),
+    ".idx": _open_megatron,
+    ".npy": _open_npy,
+    ".bin": _open_flat,
+}
+"""How files of each suffix are opened: (path, bytes per token where the file does not say) -> the file."""
+
+
 def _not_empty(file: FlatTokens) -> FlatTokens:
     if file.num_tokens == 0:
         raise ConfigError(f"{file.path} is empty; remove it or write it again")
@@ -95,6 +100,6 @@ def _nothing_found(path: str) -> str:
         return f"dataset folder {path!r} does not exist; write one with `nanotron tokenize INPUT --output {path}`"
     inside = sorted(os.listdir(path))[:5] if os.path.isdir(path) else [os.path.basename(path)]
     return (
-        f"{path!r} holds no token files: looked for .ds (Nanoset), .idx with .bin (Megatron), .npy and .bin, found "
+        f"{path!r} holds no token files: looked for {KINDS_OF_FILES}, found "
         f"{', '.join(inside) or 'nothing'}; convert text with `nanotron tokenize {path} --output FOLDER`"
     )
