@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -200,19 +200,7 @@ def measure_chunk(config: Config, held: StageModules, kernels: Kernels) -> Chunk
         batch = _batch(config)
         apart = _run(counter, config, chunk, buckets, batch, defer=True)
         at_once = _run(counter, config, chunk, buckets, batch, defer=False)
-    return ChunkCounts(
-        message=apart.message,
-        forward_peak=apart.forward_peak,
-        kept=apart.kept,
-        sent=apart.sent,
-        backward_peak=apart.backward_peak,
-        stash=apart.stash,
-        weights_peak=apart.weights_peak,
-        fused_peak=at_once.backward_peak,
-        forward=apart.forward,
-        backward=apart.backward,
-        weights=apart.weights,
-    )
+    return replace(apart, fused_peak=at_once.backward_peak)
 
 
 def _options(config: Config, kernels: Kernels) -> ChunkOptions:
@@ -221,23 +209,13 @@ def _options(config: Config, kernels: Kernels) -> ChunkOptions:
     return replace(chunk_options(config, "cpu"), fuse=fuse, kernels=kernels)
 
 
-class _Pass(NamedTuple):
-    message: int
-    forward_peak: int
-    kept: int
-    sent: int
-    backward_peak: int
-    stash: int
-    weights_peak: int
-    forward: Work
-    backward: Work
-    weights: Work
-
-
 def _run(
     counter: Counting, config: Config, chunk: DecoderChunk, buckets: Buckets, batch: Batch, *, defer: bool
-) -> _Pass:
-    """One microbatch through a chunk, holding and dropping tensors where the pipeline's engine does."""
+) -> ChunkCounts:
+    """One microbatch through a chunk, holding and dropping tensors where the pipeline's engine does.
+
+    Unless weight gradients are put off (``defer``), B computes them on its way, and W does nothing.
+    """
     buckets.start(1, _length(config))
     before = counter.alive
     message = _message(config)
@@ -266,10 +244,19 @@ def _run(
     with counter.section() as weights:
         while jobs:
             jobs.pop(0)()
-    return _Pass(
-        message_bytes, forward_peak, kept, held - kept, backward_peak, stash, counter.peak - before,
-        forward, backward, weights,
-    )  # fmt: skip
+    return ChunkCounts(
+        message=message_bytes,
+        forward_peak=forward_peak,
+        kept=kept,
+        sent=held - kept,
+        backward_peak=backward_peak,
+        stash=stash,
+        weights_peak=counter.peak - before,
+        fused_peak=backward_peak,
+        forward=forward,
+        backward=backward,
+        weights=weights,
+    )
 
 
 def _assert_no_scores(counter: Counting, config: Config) -> None:
@@ -312,7 +299,7 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
         optimizer = build_optimizer(config, buckets)
         parameters = sum(_nbytes(bucket.weights) for bucket in buckets.all)
         gradients = sum(_nbytes(bucket.grads) for bucket in buckets.all)
-        state = {"master": 0, "exp_avg": 0, "exp_avg_sq": 0}
+        state = Counter[str]()
         for entry in optimizer.state():
             state[entry.kind] += _nbytes(entry.tensor)
         before = counter.alive
@@ -323,7 +310,7 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
         parameters=parameters,
         gradients=gradients,
         master_weights=state["master"],
-        moments=state["exp_avg"] + state["exp_avg_sq"],
+        moments=sum(state.values()) - state["master"],
         other=before - parameters - gradients - sum(state.values()),
         update_peak=update_peak,
         update=update,

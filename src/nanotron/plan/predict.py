@@ -135,7 +135,7 @@ class Planner:
         """What every pipeline rank holds, what its chunks do with a microbatch, and its state."""
         schedule = pipeline_schedule(config)
         held = [modules_of_stages(config, pp_rank) for pp_rank in range(schedule.ranks)]
-        chunks = [self._chunks(config, parts) for parts in held]
+        chunks = [[self._measurements.chunk(config, modules) for modules in parts] for parts in held]
         states = [self._state(config, pp_rank, parts, every_layer) for pp_rank, parts in enumerate(held)]
         return schedule, held, chunks, states
 
@@ -154,9 +154,6 @@ class Planner:
             rank_memory(config, schedule, rank, program, chunks[rank], states[rank])
             for rank, program in enumerate(self._programs[key])
         ]
-
-    def _chunks(self, config: Config, held: Sequence[StageModules]) -> list[ChunkCounts]:
-        return [self._measurements.chunk(config, modules) for modules in held]
 
     def _state(
         self, config: Config, pp_rank: int, held: Sequence[StageModules], every_layer: bool = False
@@ -190,9 +187,9 @@ class Planner:
         seconds: dict[str, float] = {}
         for key in work:
             if isinstance(key, Traffic) and key.what == "bytes":
-                ranks, stride = _extent(config, key.axis)
+                first, second, *_ = ranks = ranks_of(config, key.axis)
                 calls = work[key._replace(what="calls")]
-                time = self.cluster.collective_seconds(key.kind, work[key], calls, ranks, stride)
+                time = self.cluster.collective_seconds(key.kind, work[key], calls, len(ranks), second - first)
                 seconds[key.axis] = seconds.get(key.axis, 0.0) + time
         return seconds
 
@@ -256,15 +253,12 @@ def _last_backward(timeline: Timeline, rank: int) -> tuple[float, float]:
     return min(span.start for span in spans if span.microbatch == last), max(span.end for span in spans)
 
 
-def _extent(config: Config, axis: str) -> tuple[int, int]:
-    """How many ranks an axis has, and how far apart they are in world rank."""
+def ranks_of(config: Config, axis: str) -> Sequence[int]:
+    """The ranks that rank 0 meets in the collectives counted for an axis (``Traffic.axis``)."""
     mesh = Mesh(mesh_axes(config))
     if axis == "world":
-        return mesh.world, 1
-    if axis == "tied":
-        return 2, mesh.world // mesh.size("pp") * (mesh.size("pp") - 1)
-    ranks = mesh.ranks_along(*axis.split("+"))
-    return len(ranks), ranks[1] - ranks[0]
+        return range(mesh.world)
+    return mesh.ranks_along("pp")[:: mesh.size("pp") - 1] if axis == "tied" else mesh.ranks_along(*axis.split("+"))
 
 
 def _traffic(

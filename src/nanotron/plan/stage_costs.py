@@ -100,7 +100,7 @@ def _measure(config: Config, modules: StageModules) -> Cost:
     from nanotron.parallel.mesh import Mesh
     from nanotron.training.build import build_chunks, chunk_options, grad_dtype
 
-    device, _ = choose_device(Place(rank=0, world=1, local_rank=0, local_world=1))
+    device, _ = choose_device(Place())
     options = chunk_options(config, device)
     (chunk,) = build_chunks(config, Mesh(), [modules], replace(options, sequence_parallel=False))
     for weight in chunk.weights.values():

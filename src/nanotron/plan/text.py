@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 from nanotron.logging import human_duration, human_format
 from nanotron.metrics.memory import GIB
-from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Traffic
 from nanotron.plan.fixes import Fix
 from nanotron.plan.layouts import written
-from nanotron.plan.predict import Plan, RankPlan
+from nanotron.plan.predict import Plan, RankPlan, ranks_of
 from nanotron.plan.search import Found
-from nanotron.training.topology import mesh_axes, parameter_specs
+from nanotron.training.topology import parameter_specs
 
 if TYPE_CHECKING:
     from nanotron.config import ParallelismArgs
@@ -118,7 +117,6 @@ def _holds(rank: RankPlan) -> str:
 
 def _traffic(plan: Plan) -> list[str]:
     """One line per axis and kind: bytes of the busiest rank, and what they travel over."""
-    mesh, cluster = Mesh(mesh_axes(plan.config)), plan.cluster
     lines = [
         f"{'axis':<6}{'ranks':>6}  {'over':<9}{'kind':<16}{'calls':>7}{'GiB per step':>14}{'time of the axis':>18}"
     ]
@@ -127,13 +125,11 @@ def _traffic(plan: Plan) -> list[str]:
         calls, num_bytes = (
             max(rank.traffic[Traffic(kind, axis, what)] for rank in plan.ranks) for what in ("calls", "bytes")
         )
-        axes = "pp" if axis == "tied" else axis
-        spans = range(mesh.world) if axis == "world" else mesh.ranks_along(*axes.split("+"))
-        size = 2 if axis == "tied" else len(spans)
-        over = "links" if spans[-1] < cluster.per_node else "network"
+        ranks = ranks_of(plan.config, axis)
+        over = f"{len(ranks):>6}  {'links' if ranks[-1] < plan.cluster.per_node else 'network':<9}"
         first = (axis, kind) == next(key for key in keys if key[0] == axis)
         time = f"{plan.axis_seconds[axis] * 1e3:.1f} ms" if first and axis in plan.axis_seconds else ""
-        lines.append(f"{axis:<6}{size:>6}  {over:<9}{kind:<16}{calls:>7}{num_bytes / GIB:>14.3f}{time:>18}".rstrip())
+        lines.append(f"{axis:<6}{over}{kind:<16}{calls:>7}{num_bytes / GIB:>14.3f}{time:>18}".rstrip())
     return lines if keys else ["one rank: nothing is sent"]
 
 

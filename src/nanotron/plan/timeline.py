@@ -97,7 +97,7 @@ def _ranks_wait_on_the_host() -> bool:
     """Whether ranks of this machine can do a pending W while they wait: over gloo yes, devices queue their work."""
     from nanotron.launch.place import Place, choose_device
 
-    return choose_device(Place(rank=0, world=1, local_rank=0, local_world=1))[1] == "gloo"
+    return choose_device(Place())[1] == "gloo"
 
 
 def _with_schedule(config: Config, name: str) -> Config:
