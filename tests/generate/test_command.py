@@ -1,6 +1,7 @@
 """From a command line to text: one process or many, as torchrun's users know it, and as transformers would say it."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 
 from nanotron.convert.exporting import export_hf
 from nanotron.errors import ConfigError
-from nanotron.generate.command import DEFAULT_PROMPTS, Request, generate, parser, run_generate
+from nanotron.generate import command
+from nanotron.generate.command import DEFAULT_PROMPTS, Request, generate, run_generate, run_request
 from nanotron.generate.source import open_source
 from tests.commands import nanotron
 from tests.generate.tiny import PROMPTS, write_run
@@ -40,11 +42,15 @@ def test_batches_of_any_size_give_the_same_texts(run: Path, capsys: pytest.Captu
     assert [line["prompt"] for line in outputs[0]] == list(PROMPTS[:2])
 
 
-def test_a_request_is_the_same_when_it_has_been_a_command_line() -> None:
+def test_a_request_is_the_same_on_either_way_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request("ckpt", ("-x", "b\nc"), "file", 3, 0.5, 4, 0.9, 7, 2, 3, 5, json=True, read_special_tokens=True)
-    asked = vars(parser().parse_args(request.arguments()))
-    asked["path"], asked["prompts"] = asked["ckpt_path"], tuple(asked["prompt"])
-    assert {name: asked[name] for name in vars(request)} == vars(request)
+    heard: list[Request] = []
+    monkeypatch.setattr(command, "_run_rank", lambda ask: heard.append(ask()) or 0)
+    options = "--batch-file file --max-new-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.9 --seed 7 --tp 2 --pp 3"
+    others = ["--batch-size=5", "--json", "--read-special-tokens", "--prompt=-x", "--prompt=b\nc"]
+    assert run_generate(["--ckpt-path", "ckpt", *options.split(), *others]) == 0
+    assert run_request([json.dumps(asdict(request))]) == 0
+    assert [replace(asked, prompts=tuple(asked.prompts)) for asked in heard] == [request, request]
 
 
 def test_greedy_texts_are_those_of_transformers_on_the_exported_model(

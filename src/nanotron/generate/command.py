@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import traceback
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -76,18 +77,6 @@ class Request:
             raise ConfigError("no prompt: give --prompt TEXT or --batch-file FILE")
         return prompts
 
-    def arguments(self) -> list[str]:
-        """The same request as a command line of ``run_generate.py``."""
-        values = {
-            "ckpt-path": self.path, "batch-file": self.batch_file, "max-new-tokens": self.max_new_tokens,
-            "temperature": self.temperature, "top-k": self.top_k, "top-p": self.top_p, "seed": self.seed,
-            "tp": self.tp, "pp": self.pp, "batch-size": self.batch_size,
-        }  # fmt: skip
-        given = [f"--{name}={value}" for name, value in values.items() if value is not None]
-        switches = {"--json": self.json, "--read-special-tokens": self.read_special_tokens}
-        given += [name for name, value in switches.items() if value]
-        return [*given, *(f"--prompt={prompt}" for prompt in self.prompts)]
-
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``run_generate.py``."""
@@ -118,8 +107,17 @@ def parser() -> argparse.ArgumentParser:
 def run_generate(argv: Sequence[str] | None = None) -> int:
     """Run this rank of ``run_generate.py`` and return its exit code."""
     asked = parser().parse_args(argv)
+    return _run_rank(lambda: _request(asked))
+
+
+def run_request(argv: Sequence[str]) -> int:
+    """Run this rank of the request that is given as JSON, and return its exit code."""
+    return _run_rank(lambda: Request(**json.loads(argv[0])))
+
+
+def _run_rank(ask: Callable[[], Request]) -> int:
     try:
-        request = _request(asked)
+        request = ask()
         place = Place.from_environment(os.environ)
     except ConfigError as mistake:
         complain(mistake)
@@ -162,10 +160,10 @@ def generate(request: Request) -> int:
     request, world = replace(request, tp=tp, pp=pp), tp * pp
     _prepare(request, world)
     if world == 1:
-        place = Place(rank=0, world=1, local_rank=0, local_world=1)
+        place = Place()
         _run(request, place, Peers(place))
         return codes.DONE
-    workers = start_workers(world, request.arguments(), piped=False, entry=run_generate)
+    workers = start_workers(world, [json.dumps(asdict(request))], piped=False, entry=run_request)
     watch_workers(workers, stop_grace_s=STOP_GRACE_S, refresh=lambda: None)
     return INTERRUPTED if workers.asked_to_stop < math.inf else exit_code(workers)
 

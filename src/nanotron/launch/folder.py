@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
@@ -158,7 +158,7 @@ def environment(mesh: Mesh, device: torch.device) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "device": _cpu_model() if is_cpu else torch.get_device_module(device).get_device_name(device),
         "layout": {axis: mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")},
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version(name) for name in PACKAGES},
     }
 
 
@@ -169,10 +169,3 @@ def _cpu_model() -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -20,15 +20,17 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from nanotron.launch import codes
 from nanotron.launch.failures import STACK_SIGNAL, Failure
+from nanotron.launch.peers import hold_store
+from nanotron.launch.signals import forget_stop_signals
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+STORE_WAIT_S = 60.0
 FAILURE_GRACE_S = 10.0  # for the other ranks to notice, and say where they were, once one has failed
 STACK_GRACE_S = 0.2
 END_GRACE_S = 5.0  # from SIGTERM to SIGKILL
@@ -86,7 +88,6 @@ class Workers:
 def start_workers(world: int, argv: Sequence[str], *, piped: bool, entry: Callable[[Sequence[str]], int]) -> Workers:
     """Start ``world`` ranks that each run ``entry(argv)``, which is ``run_train`` but in tests."""
     import torch
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.create_server(("127.0.0.1", 0))
     read_end, write_end = os.pipe() if piped else (None, None)
@@ -97,14 +98,7 @@ def start_workers(world: int, argv: Sequence[str], *, piped: bool, entry: Callab
     }
     if write_end is not None:
         os.close(write_end)
-    store = TCPStore(  # after the forks: it runs a thread
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-    )
+    store = hold_store(listener, "127.0.0.1", STORE_WAIT_S)  # after the forks: it runs a thread
     return Workers(running, store, read_end)
 
 
@@ -165,8 +159,7 @@ def _become_worker(parent: int) -> None:
     """Leave the terminal's process group, so that Ctrl-C reaches a rank once, through the parent; end with it."""
     os.setpgid(0, 0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # who reads a terminal not its own is stopped for ever
-    for number in codes.STOP_SIGNALS:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    forget_stop_signals()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != parent:  # it died before we asked to be told

@@ -56,13 +56,14 @@ class Peers:
         place = self._place
         if place.world == 1 or self.training_store is not None:
             return
-        store = _launchers_store(place, timeout_s)
+        is_holder = place.rank == 0 and not place.launched  # a launcher holds its own
+        store = _hold_store(place.port, timeout_s) if is_holder else _reach_store(place.address, place.port, timeout_s)
         self._groups_store = PrefixStore("groups", store)
         # a connection of its own: the main thread's may be in a wait
         told = PrefixStore("launch", _reach_store(place.address, place.port, timeout_s))
         self.roll, self._said = Roll(told, place.rank, place.world), BoundedStore(told, STORE_WAIT_S)
         self._agreement = Agreement("launch", place.rank, place.world, store, timeout_s=timeout_s)
-        own = _hold_store("localhost", 0, timeout_s) if place.rank == 0 else None
+        own = _hold_store(0, timeout_s) if place.rank == 0 else None
         where = None if own is None else [_own_address(place), own.port]
         address, port = self._agreement.decide("the ranks' own store", where, lambda places: places[0])
         self.training_store = PrefixStore("training", own or _reach_store(address, port, timeout_s))
@@ -145,17 +146,8 @@ class Peers:
             return False
 
 
-def _launchers_store(place: Place, timeout_s: float) -> TCPStore:
-    """The store at MASTER_ADDR:MASTER_PORT; rank 0 makes it where the launcher has none."""
-    if place.rank == 0 and not place.launched:
-        return _hold_store(place.address, place.port, timeout_s)
-    return _reach_store(place.address, place.port, timeout_s)
-
-
-def _hold_store(address: str, port: int, timeout_s: float) -> TCPStore:
-    """A store that lives in this process; port 0 is any that is free. ``address`` is this machine's."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+def _hold_store(port: int, timeout_s: float) -> TCPStore:
+    """A store that lives in this process, at a port that other machines reach too; 0 is any that is free."""
     both = socket.has_dualstack_ipv6()
     try:
         listener = socket.create_server(
@@ -166,6 +158,13 @@ def _hold_store(address: str, port: int, timeout_s: float) -> TCPStore:
             raise
         why = f"{os.strerror(error.errno)} on {socket.gethostname()}"
         raise ConfigError(f"MASTER_PORT={port}: {why}; choose a port that is free there") from error
+    return hold_store(listener, "localhost", timeout_s)
+
+
+def hold_store(listener: socket.socket, address: str, timeout_s: float) -> TCPStore:
+    """A store that lives in this process, at a listener's port; ``address`` is where the process itself reaches it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     return TCPStore(
         address,
         listener.getsockname()[1],

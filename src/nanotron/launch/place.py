@@ -20,12 +20,12 @@ SETS_THEM = "torchrun sets it, or whoever starts the ranks without torchrun"
 
 @dataclass(frozen=True)
 class Place:
-    """One process of a run: its rank of ``world``, and its place among the ranks of its machine."""
+    """One process of a run: its rank of ``world``, and its place among the ranks of its machine; alone by default."""
 
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
     address: str = ""
     """MASTER_ADDR, where ranks meet, and with ``port`` MASTER_PORT; unused in a run of one process."""
     port: int = 0
@@ -156,10 +156,10 @@ def keep_freed_memory() -> None:
 
 
 def keep_few_shapes(environment: MutableMapping[str, str]) -> None:
-    """Let oneDNN keep the code it compiled for 128 shapes of products, not 1,024, unless the environment says how many.
+    """Let oneDNN keep the code it compiled for 128 shapes of matmuls, not 1,024, unless the environment says how many.
 
     Each takes a third of a megabyte, and is kept by torch as well as by oneDNN. A run meets some dozens of shapes; only
     attention to long documents of all lengths meets new ones all the time, and compiling takes less than a millisecond.
     """
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read when the first product is made
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read when the first matmul is made
         environment.setdefault(name, "128")

@@ -14,7 +14,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -167,8 +167,8 @@ def _train(
     faulthandler.register(STACK_SIGNAL)
     run_dir = run_directory(config)
     device, mesh = _set_up(config, place, peers)
-    claimed = _open_folders(config, mesh, peers)
-    try:
+    by_rank_0 = partial(on_rank_0, config=config, mesh=mesh, store=peers.training_store)
+    with by_rank_0("claim", partial(claim_folders, config)) or nullcontext():
         with suppress(OSError):  # an older run's, told apart by its time
             record_path(run_dir, place.rank).unlink(missing_ok=True)
         if place.rank == 0:
@@ -182,12 +182,9 @@ def _train(
             device,
             store=peers.training_store,
             allow_data_change=allow_data_change,
-            before_training=partial(_describe, run_dir, config, mesh, device, peers),
+            before_training=partial(by_rank_0, "description", partial(describe_run, run_dir, config, mesh, device)),
             stoppable=partial(watch.training, grace_s=config.checkpoints.preempt_grace_s + SAVE_MARGIN_S),
         )
-    finally:
-        if claimed is not None:
-            claimed.close()
 
 
 def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, Mesh]:
@@ -219,17 +216,6 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     between = f", {backend}" if place.world > 1 else ""
     logger.info("%s on %s%s, threads per rank: %d", layout, device, between, torch.get_num_threads())
     return device, mesh
-
-
-def _open_folders(config: Config, mesh: Mesh, peers: Peers) -> ExitStack | None:
-    """Rank 0 makes and claims the run's folders, and returns what holds the claim."""
-    return on_rank_0("claim", partial(claim_folders, config), config, mesh, peers.training_store)
-
-
-def _describe(run_dir: Path, config: Config, mesh: Mesh, device: torch.device, peers: Peers) -> None:
-    """Rank 0 writes what describes the run."""
-    describe = partial(describe_run, run_dir, config, mesh, device)
-    on_rank_0("description", describe, config, mesh, peers.training_store)
 
 
 def _record_failure(failure: Failure, run_dir: Path | None, peers: Peers) -> int:

@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from nanotron.launch.host import Workers
 
 
+def forget_stop_signals() -> None:
+    """In a child process: whoever heard them is its parent."""
+    for number in codes.STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
 class StopSignals:
     """Signals to stop, heard from before there are ranks, when they end this process, until after their end."""
 

@@ -29,6 +29,7 @@ from nanotron.errors import complain
 from nanotron.launch import codes
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place
+from nanotron.launch.signals import forget_stop_signals
 from nanotron.parallel.store import LostPeers, LostStore
 
 LOOK_S = 1.0
@@ -187,8 +188,7 @@ def _hear_signals() -> int:
     def forget() -> None:
         """In a child process: the pipe is its parent's."""
         signal.set_wakeup_fd(-1)
-        for number in codes.STOP_SIGNALS:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        forget_stop_signals()
         go_on()
 
     read_end, write_end = os.pipe()
