@@ -1,4 +1,4 @@
-"""Tokenize a data set into Nanosets, with the flags thatHugging Face Nanotron scripts use.
+"""Tokenize a data set into Nanosets, with the flags that scripts of Hugging Face's Nanotron use.
 
     python tools/preprocess_data.py --tokenizer-name-or-path TOKENIZER --output-folder FOLDER --n-tasks 8 \\
         hf --dataset NAME --column text --split train
@@ -16,6 +16,7 @@ import sys
 
 from nanotron.data.sources.documents import HubDataset
 from nanotron.data.tokenize.command import run_tokenize
+from nanotron.data.tokenize.workers import Job
 from nanotron.errors import ConfigError
 from nanotron.launch.streams import open_streams
 from nanotron.paths import expanded
@@ -49,7 +50,7 @@ def main() -> None:
     if arguments.readers == "jsonl" and arguments.glob_pattern:
         source = os.path.join(source, arguments.glob_pattern)
     try:
-        run_tokenize(
+        job = Job(
             [expanded(source)],
             expanded(arguments.output_folder),
             tokenizer=expanded(arguments.tokenizer_name_or_path),
@@ -59,6 +60,7 @@ def main() -> None:
             hub=HubDataset(split=arguments.split if arguments.readers == "hf" else "train"),
             workers=arguments.n_tasks,
         )
+        run_tokenize(job)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

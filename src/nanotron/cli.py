@@ -207,7 +207,7 @@ def report(
     ] = None,
 ) -> None:
     """Write a run as one HTML page: loss, speed, memory, health, timeline, config and environment."""
-    from nanotron.report import write_report
+    from nanotron.report.page import write_report
 
     say(write_report(run, output))
 
@@ -303,18 +303,22 @@ def tokenize(
     ] = False,
 ) -> None:
     """Turn text into Nanosets. After a kill, the same command goes on from the shards that were finished."""
+    import os
+
     from nanotron.data.sources.documents import HubDataset
     from nanotron.data.tokenize.command import prepare_default_corpus, run_tokenize
+    from nanotron.data.tokenize.workers import Job
 
     if stdlib:
         prepare_default_corpus(output)
         return
-    hub = HubDataset(config_name, split, streaming)
-    run_tokenize(
-        inputs or [], output, tokenizer=tokenizer, train_bpe=train_bpe, eos=eos, append_eos=not no_eos,
-        bos=bos, prepend_bos=not no_bos, read_special_tokens=read_special_tokens,
-        column=column, hub=hub, workers=workers,
+    if not inputs or output is None:
+        raise ConfigError("name at least one input and --output FOLDER, or use --stdlib for the embedded corpus")
+    job = Job(
+        inputs, output, tokenizer, train_bpe, eos, not no_eos, bos, not no_bos, read_special_tokens, column,
+        HubDataset(config_name, split, streaming), workers or os.cpu_count() or 1,
     )  # fmt: skip
+    run_tokenize(job)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,17 @@ def say(*lines: object, to: TextIO | None = None, end: str = "\n") -> None:
 def complain(*lines: object, end: str = "\n") -> None:
     """Print lines to standard error."""
     say(*lines, to=sys.stderr, end=end)
+
+
+def brief(value: object) -> str:
+    """A value as JSON, cut after 120 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 120 else f"{text[:117]}…"
+
+
+def shorten(lines: list[str], limit: int = 8) -> list[str]:
+    """The first lines, and how many more there are."""
+    return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
 
 
 class ConfigError(ValueError):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nanotron.batch import IGNORED_LABEL, document_spans
-from nanotron.data.feed import EndOfData, Feed
+from nanotron.data.feed import Feed
+from nanotron.data.sources.stream import EndOfData
 from nanotron.errors import ConfigError
 from nanotron.parallel.mesh import Mesh
 from tests.data.fixtures import make_config, random_documents, write_nanoset

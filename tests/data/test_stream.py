@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanotron.data.feed import EndOfData, Feed
+from nanotron.data.feed import Feed
 from nanotron.data.sources.documents import HubDataset, open_hub_dataset
-from nanotron.data.sources.stream import DocumentStream
+from nanotron.data.sources.stream import DocumentStream, EndOfData
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
 from nanotron.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ import torch
 
 from nanotron.check import examine
 from nanotron.data.document_ends import end_token
-from nanotron.data.open_stages import TextEncoder
+from nanotron.data.open_stages import StageOpener
 from nanotron.data.sources.documents import HubDataset
 from nanotron.data.sources.sft import write_examples
 from nanotron.data.sources.token_files import open_token_files
@@ -125,7 +125,7 @@ def test_a_text_begins_as_it_does_for_transformers_everywhere(tmp_path, monkeypa
     assert prompt == theirs[: len(prompt)]
     config = make_config(tokenizer={"tokenizer_name_or_path": "tokenizer"}, model_config={"vocab_size": 303})
     tokenize(Job(["in.txt"], "out", tokenizer="tokenizer"), show_progress=False)
-    assert written("out") == TextEncoder(config)(TEXT) == [*prompt, 0]
+    assert written("out") == StageOpener(config, config.data_stages[0], 8, 8).encode(TEXT) == [*prompt, 0]
     assert Source("", config, open_tokenizer("out")).encode(TEXT) == prompt, "the folder says the same"
 
 
@@ -176,7 +176,7 @@ def test_text_that_spells_a_special_token_stays_text_unless_asked(tmp_path, monk
         config = make_config(tokenizer=named, model_config={"vocab_size": 303})
         output = f"out{read}"
         tokenize(Job(["in.txt"], output, tokenizer="tokenizer", read_special_tokens=read), show_progress=False)
-        assert written(output) == TextEncoder(config)(SPELLED) == [*ids, end]
+        assert written(output) == StageOpener(config, config.data_stages[0], 8, 8).encode(SPELLED) == [*ids, end]
         assert open_tokenizer(output, read_special_tokens=read).encode(SPELLED) == ids
 
 

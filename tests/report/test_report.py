@@ -21,8 +21,7 @@ from nanotron.errors import ConfigError
 from nanotron.pipeline.schedules import get_schedule
 from nanotron.pipeline.timeline import Timeline, execute
 from nanotron.pipeline.trace import to_chrome
-from nanotron.report import write_report
-from nanotron.report.page import report
+from nanotron.report.page import report, write_report
 from nanotron.report.run import read_run
 from nanotron.report.series import series_of
 from tests.commands import nanotron

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
 import xxhash
 
-from nanotron.checkpoint.format import INDEX, Index, StoredBox, StoredFile, StoredTensor
+from nanotron.checkpoint.format import INDEX, Index, StoredBox, StoredFile, StoredTensor, key_of
 from nanotron.checkpoint.storage import Folder
 from nanotron.parallel.params import Box
 
 
 def write_index(step: int, folder: Folder, documents: Mapping[str, str], reports: list[dict[str, Any]]) -> None:
-    """Write the text files and then index.json. A report is {file, size, boxes}, as each rank's writer gives it."""
+    """Write the text files and then index.json; ``reports`` are ``report_of`` each rank's file."""
     files = {report["file"]: StoredFile(report["size"]) for report in reports if report["file"]}
     for name, text in documents.items():
         data = text.encode()
@@ -22,6 +22,18 @@ def write_index(step: int, folder: Folder, documents: Mapping[str, str], reports
         files[name] = StoredFile(len(data), xxhash.xxh3_64_hexdigest(data))
     index = Index(step, files, merge_boxes(reports))
     folder.write(INDEX, [index.to_json().encode()])
+
+
+def report_of(
+    file: str, size: int, boxes: Iterable[tuple[str, tuple[int, ...], str, Box]], digests: Mapping[str, str]
+) -> dict[str, Any]:
+    """What is told of a file of boxes: each (tensor, global shape, dtype, box), with its digest by its key."""
+    entries = [
+        {"tensor": tensor, "shape": shape, "dtype": dtype, "box": box, "key": key, "xxh3": digests[key]}
+        for tensor, shape, dtype, box in boxes
+        for key in [key_of(tensor, box)]
+    ]
+    return {"file": file, "size": size, "boxes": entries}
 
 
 def merge_boxes(reports: list[dict[str, Any]]) -> dict[str, StoredTensor]:

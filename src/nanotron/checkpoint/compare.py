@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from nanotron.checkpoint.documents import saved_document
 from nanotron.checkpoint.format import CONFIG, MODEL_CONFIG
 from nanotron.checkpoint.retention import read_index
 from nanotron.checkpoint.storage import open_folder
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, brief, shorten
 
 FIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rope_interleaved")
 """Keys of model_config that decide what a weight means and leave no trace in its shape."""
@@ -23,8 +22,9 @@ def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_co
     shape can still be of another model: the keys in FIXED must be those that the checkpoint was trained with. Others,
     such as rope_theta, may change.
     """
+    tensors, weight = read_index(open_folder(checkpoint)).tensors, "weight/"
     lines = differences(
-        {name: list(shape) for name, shape in _weight_shapes(checkpoint).items()},
+        {key.removeprefix(weight): list(held.shape) for key, held in tensors.items() if key.startswith(weight)},
         {name: list(shape) for name, shape in shapes.items()},
     )
     saved = saved_document(open_folder(checkpoint), MODEL_CONFIG)
@@ -33,7 +33,7 @@ def check_model(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model_co
         before, now = ({key: values.get(key) for key in sorted(told)} for values in (saved, model_config))
         lines = differences(before, now, "model.model_config") or lines
     if lines:
-        shown = lines if len(lines) <= 12 else [*lines[:12], f"and {len(lines) - 12} more"]
+        shown = shorten(lines, 12)
         shown[-1] += "; put model.model_config back, or give this model its own checkpoints.checkpoints_path"
         raise ConfigError([f"checkpoint {checkpoint} is of another model: {line}" for line in shown])
 
@@ -53,11 +53,6 @@ def saved_config(checkpoint: str) -> dict[str, Any] | None:
     return saved_document(open_folder(checkpoint), CONFIG)
 
 
-def _weight_shapes(checkpoint: str) -> dict[str, tuple[int, ...]]:
-    tensors = read_index(open_folder(checkpoint)).tensors
-    return {key.removeprefix("weight/"): tensor.shape for key, tensor in tensors.items() if key.startswith("weight/")}
-
-
 def check_data(changes: list[str], *, allow_change: bool = False) -> list[str]:
     """Refuse data, or an order of it, that changed since the checkpoint; allowed, return the lines, to be printed."""
     if changes and not allow_change:
@@ -73,9 +68,9 @@ def differences(saved: Any, now: Any, where: str = "") -> list[str]:
         for key in [*saved, *(key for key in now if key not in saved)]:
             path = f"{where}.{key}" if where else str(key)
             if key not in now:
-                lines.append(f"{path} is {_short(saved[key])} in the checkpoint and absent now")
+                lines.append(f"{path} is {brief(saved[key])} in the checkpoint and absent now")
             elif key not in saved:
-                lines.append(f"{path} is {_short(now[key])} now and absent in the checkpoint")
+                lines.append(f"{path} is {brief(now[key])} now and absent in the checkpoint")
             else:
                 lines += differences(saved[key], now[key], path)
         return lines
@@ -88,9 +83,4 @@ def differences(saved: Any, now: Any, where: str = "") -> list[str]:
                 for i, (a, b) in enumerate(zip(saved, now, strict=True))
                 for line in differences(a, b, f"{where}[{i}]")
             ]
-    return [] if saved == now else [f"{where} was {_short(saved)} in the checkpoint and is {_short(now)} now"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 120 else f"{text[:117]}…"
+    return [] if saved == now else [f"{where} was {brief(saved)} in the checkpoint and is {brief(now)} now"]

@@ -28,7 +28,7 @@ from nanotron.checkpoint.format import ITEM_SIZE, Damaged, Entry, Index, StateSh
 from nanotron.checkpoint.retention import read_index
 from nanotron.checkpoint.safetensors import DTYPES
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, shorten
 from nanotron.parallel.params import Box, intersect
 
 
@@ -91,11 +91,6 @@ def source_kind(tensors: Tensors, piece: StateShard) -> str:
         wider = not has["weight"] or piece.tensor.dtype.itemsize > tensors.dtype("weight", piece.name).itemsize
         return "master" if wider else "weight"
     return piece.kind
-
-
-def shorten(lines: list[str], limit: int = 8) -> list[str]:
-    """The first lines, and how many more there are."""
-    return lines if len(lines) <= limit else [*lines[:limit], f"and {len(lines) - limit} more"]
 
 
 class CheckpointTensors:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from nanotron.checkpoint.commit import attempt, describe, write_index
+from nanotron.checkpoint.commit import attempt, describe, report_of, write_index
 from nanotron.checkpoint.format import (
     INDEX,
     LATEST,
@@ -209,18 +209,11 @@ class Saver:
         ]
         assert len({tensor.key for tensor in planned}) == len(parts), "two pieces of this rank are the same box"
         written = write_file(folder, name, planned)
-        boxes = [
-            {
-                "tensor": tensor_of(piece),
-                "shape": piece.shape,
-                "dtype": tensor.dtype,
-                "box": piece.box,
-                "key": tensor.key,
-                "xxh3": written.digests[tensor.key],
-            }
+        boxes = (
+            (tensor_of(piece), piece.shape, tensor.dtype, piece.box)
             for (piece, _), tensor in zip(parts, planned, strict=True)
-        ]
-        return {"file": name, "size": written.size, "boxes": boxes}
+        )
+        return report_of(name, written.size, boxes, written.digests)
 
     def _commit(
         self, step: int, folder: Folder, documents: Mapping[str, str], reports: list[dict[str, Any]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any
@@ -98,6 +99,12 @@ class Config:
         plain = _plain(self, keep)
         assert isinstance(plain, dict)
         return plain
+
+    def to_texts(self) -> dict[str, str]:
+        """Return the files, by name, that make a checkpoint readable without its run directory."""
+        plain = self.to_dict()
+        model = json.dumps(plain["model"]["model_config"], indent=1) + "\n"
+        return {"config.yaml": dump(plain), "model_config.json": model}
 
     def save_as_yaml(self, file_path: str | FilePath, *, resolved: bool = False, header: str = "") -> None:
         """Write the config to a YAML file, below a header of comment lines; see `to_dict`."""

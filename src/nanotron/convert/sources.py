@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanotron.checkpoint.format import Damaged, Entry, StateShard
-from nanotron.checkpoint.read import CheckpointTensors, fill, read_box, shorten, source_kind
+from nanotron.checkpoint.read import CheckpointTensors, fill, read_box, source_kind
 from nanotron.checkpoint.safetensors import DTYPES
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
 from nanotron.checkpoint.verify import refuse_damage
 from nanotron.convert.folders import HUGGING_FACE, OURS, kind_of
 from nanotron.convert.schema import WEIGHT_MAP, read_json
-from nanotron.errors import ConfigError
+from nanotron.errors import ConfigError, shorten
 from nanotron.logging import get_logger
 from nanotron.models.families import family_of
 from nanotron.models.hf_tensors import Part, hf_nanotron_parts, hugging_face_parts

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from nanotron.config import Config
     from nanotron.parallel.mesh import Mesh
 
-__all__ = ["EndOfData", "Feed", "StepData"]
-
 logger = get_logger(__name__)
 
 _LEAST_STEPS_AHEAD = 2

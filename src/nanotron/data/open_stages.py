@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from nanotron.config import (
     DatasetStageArgs,
     EmbeddedCorpusArgs,
     NanosetDatasetsArgs,
-    PretrainDatasetsArgs,
     SFTDatasetsArgs,
 )
 from nanotron.data.document_ends import end_token, end_token_of_files
@@ -71,174 +70,126 @@ def build_stages(config: Config) -> list[ScheduledStage]:
 
 
 def _build_stage(config: Config, args: DatasetStageArgs, key: str, vocab_size: int) -> ScheduledStage:
-    sequence_length = args.sequence_length or config.tokens.sequence_length
-    skips = Skips(args.data.skip_samples)
+    opener = StageOpener(config, args, args.sequence_length or config.tokens.sequence_length, vocab_size)
+    skips, validation = Skips(args.data.skip_samples), None
     with at_key(f"{key}.data.dataset"):
-        stage = _open(
-            config, args, args.data.dataset, sequence_length, vocab_size, name=args.name, repeat=args.data.repeat,
-            skips=skips,
-        )  # fmt: skip
-    validation = None
+        stage = opener.stage(args.data.dataset, args.name, repeat=args.data.repeat, skips=skips)
     if args.validation is not None:
-        name = f"{args.name}, validation"
         with at_key(f"{key}.validation"):
-            opened = _open(
-                config, args, args.validation, sequence_length, vocab_size, name=name, repeat=False, skips=Skips()
-            )
-        if isinstance(opened, StreamStage):
-            raise ConfigError(f"{key}.validation: a data set with a length is needed, not a stream")
-        validation = opened
-    return ScheduledStage(args.name, args.start_training_step, sequence_length, stage, validation, key)
+            validation = opener.stage(args.validation, f"{args.name}, validation", repeat=False, skips=Skips())
+    if isinstance(validation, StreamStage):
+        raise ConfigError(f"{key}.validation: a data set with a length is needed, not a stream")
+    return ScheduledStage(args.name, args.start_training_step, opener.sequence_length, stage, validation, key)
 
 
-def _open(
-    config: Config,
-    args: DatasetStageArgs,
-    dataset: AnyDataset | None,
-    sequence_length: int,
-    vocab_size: int,
-    *,
-    name: str,
-    repeat: bool,
-    skips: Skips,
-) -> Stage | StreamStage:
-    """A data set's sources, blended, in the order that the stage's keys ask for."""
-    sources = _open_sources(config, args, dataset, sequence_length, vocab_size)
-    weights = None if dataset is None or isinstance(dataset, EmbeddedCorpusArgs) else dataset.dataset_weights
-    if any(isinstance(source, DocumentStream) for source in sources):
-        return StreamStage(name, _shuffled(args, name, _all_streams(sources)), weights, skips=skips)
-    indexed = [source for source in sources if not isinstance(source, DocumentStream)]
-    seed, shuffle_block = args.data.seed, args.data.shuffle_block
-    return Stage(name, indexed, weights, seed=seed, shuffle_block=shuffle_block, repeat=repeat, skips=skips)
+@dataclass(frozen=True)
+class StageOpener:
+    """Opens the sources of a stage, cut into windows of sequence_length + 1 tokens."""
 
+    config: Config
+    args: DatasetStageArgs
+    sequence_length: int
+    vocab_size: int
 
-def _all_streams(sources: Sequence[IndexedSource | DocumentStream]) -> list[DocumentStream]:
-    """The sources, which must all be streams, because their rows are found in different ways."""
-    for source in sources:
-        if not isinstance(source, DocumentStream):
+    def stage(self, dataset: AnyDataset | None, name: str, *, repeat: bool, skips: Skips) -> Stage | StreamStage:
+        """A data set's sources, blended, in the order that the stage's keys ask for."""
+        sources, data = self._sources(dataset), self.args.data
+        weights = None if dataset is None or isinstance(dataset, EmbeddedCorpusArgs) else dataset.dataset_weights
+        streams = [source for source in sources if isinstance(source, DocumentStream)]
+        indexed = [source for source in sources if not isinstance(source, DocumentStream)]
+        if not streams:
+            seed, block = data.seed, data.shuffle_block
+            return Stage(name, indexed, weights, seed=seed, shuffle_block=block, repeat=repeat, skips=skips)
+        if indexed:
             raise ConfigError(
-                f"python: {source.name} gives rows by number and others of its data set are streams; blend one kind, "
-                "or give them stages of their own"
+                f"python: {indexed[0].name} gives rows by number and others of its data set are streams; blend one "
+                "kind, or give them stages of their own"
             )
-    return [source for source in sources if isinstance(source, DocumentStream)]
+        return StreamStage(name, self._shuffled(streams, name), weights, skips=skips)
 
+    def _shuffled(self, streams: Sequence[DocumentStream], name: str) -> Sequence[StreamSource]:
+        """The streams, each shuffled in blocks if the stage asks for it."""
+        block, seed = self.args.data.shuffle_block, self.args.data.seed
+        if block is None:
+            return streams
+        return [ShuffledStream(stream, block, seed, name, number) for number, stream in enumerate(streams)]
 
-def _shuffled(args: DatasetStageArgs, name: str, streams: Sequence[DocumentStream]) -> Sequence[StreamSource]:
-    """The streams, each shuffled in blocks if the stage asks for it."""
-    block, seed = args.data.shuffle_block, args.data.seed
-    if block is None:
-        return streams
-    return [ShuffledStream(stream, block, seed, name, number) for number, stream in enumerate(streams)]
+    def _sources(self, dataset: AnyDataset | None) -> Sequence[IndexedSource | DocumentStream]:
+        """The sources of one data set."""
+        config, length, vocab_size = self.config, self.sequence_length, self.vocab_size
+        if dataset is None:
+            return [DummySource(self.args.data.seed, self.args.name, length, vocab_size)]
+        if isinstance(dataset, EmbeddedCorpusArgs):
+            return [self._windows(dataset.corpus, prepare_corpus(dataset.folder))]
+        if isinstance(dataset, NanosetDatasetsArgs):
+            return self._folders(dataset)
+        if isinstance(dataset, CustomDatasetArgs):
+            return [self._custom(reference, arguments) for reference, arguments in custom_functions(dataset)]
+        names = list(hub_datasets(dataset))
+        if isinstance(dataset, SFTDatasetsArgs):
+            paths = [(name, prepare_sft_dataset(config, dataset, name, hub, length)) for name, hub in names]
+            return [PackedWindows(name, open_nanoset_file(path), length, vocab_size=vocab_size) for name, path in paths]
+        if dataset.streaming:
+            return [self._hub_stream(name, hub, dataset.text_column_name) for name, hub in names]
+        folders = [(name, prepare_hub_dataset(config, dataset, name, hub)) for name, hub in names]
+        return [self._windows(name, folder) for name, folder in folders]
 
+    def _windows(self, name: str, folder: str) -> TokenWindows:
+        return TokenWindows(name, open_token_files(folder), self.sequence_length, vocab_size=self.vocab_size)
 
-def _open_sources(
-    config: Config, args: DatasetStageArgs, dataset: AnyDataset | None, sequence_length: int, vocab_size: int
-) -> Sequence[IndexedSource | DocumentStream]:
-    """The sources of one data set, cut into windows of sequence_length + 1 tokens."""
-    if dataset is None:
-        return [DummySource(args.data.seed, args.name, sequence_length, vocab_size)]
-    if isinstance(dataset, EmbeddedCorpusArgs):
-        files = open_token_files(prepare_corpus(dataset.folder))
-        return [TokenWindows(dataset.corpus, files, sequence_length, vocab_size=vocab_size)]
-    if isinstance(dataset, NanosetDatasetsArgs):
-        return _open_folders(config, dataset, sequence_length, vocab_size)
-    if isinstance(dataset, CustomDatasetArgs):
-        return [_open_custom(config, args, reference, arguments, sequence_length, vocab_size)
-                for reference, arguments in custom_functions(dataset)]  # fmt: skip
-    if isinstance(dataset, SFTDatasetsArgs):
-        paths = [(name, prepare_sft_dataset(config, dataset, name, hub, sequence_length))
-                 for name, hub in hub_datasets(dataset)]  # fmt: skip
-        return [
-            PackedWindows(name, open_nanoset_file(path), sequence_length, vocab_size=vocab_size) for name, path in paths
-        ]
-    if dataset.streaming:
-        return [_open_hub_stream(config, args, dataset, name, hub, sequence_length, vocab_size)
-                for name, hub in hub_datasets(dataset)]  # fmt: skip
-    folders = [(name, prepare_hub_dataset(config, dataset, name, hub)) for name, hub in hub_datasets(dataset)]
-    return [
-        TokenWindows(name, open_token_files(folder), sequence_length, vocab_size=vocab_size) for name, folder in folders
-    ]
+    def _folders(self, dataset: NanosetDatasetsArgs) -> list[IndexedSource]:
+        limits, folders = dataset.dataset_max_tokens, dataset.dataset_folder
+        max_tokens = limits if isinstance(limits, list) else [limits] * len(folders)
+        sources: list[IndexedSource] = []
+        for number, (folder, limit) in enumerate(zip(folders, max_tokens, strict=True)):
+            read_at = local_folder(dataset, number)
+            files = open_token_files(read_at, token_bytes=dataset.token_size_in_bytes)
+            eos_id = end_token_of_files(self.config, dataset, read_at, files)
+            _tell_end(folder, eos_id)
+            options = {"vocab_size": self.vocab_size, "eos_id": eos_id, "max_tokens": limit}
+            sources.append(TokenWindows(folder, files, self.sequence_length, **options))
+        return sources
 
-
-def _open_custom(
-    config: Config,
-    args: DatasetStageArgs,
-    reference: str,
-    arguments: Mapping[str, Any],
-    sequence_length: int,
-    vocab_size: int,
-) -> IndexedSource | DocumentStream:
-    function = load_function(reference)
-    data = call_function(reference, function, arguments)
-    with blamed(reference):
-        rows = gives_rows(data)
-    if rows:
-        masks = config.model.model_config._use_doc_masking
-        eos_id = end_token(config, reference, config.tokenizer.tokenizer_name_or_path) if masks else None
+    def _custom(self, reference: str, arguments: Mapping[str, Any]) -> IndexedSource | DocumentStream:
+        function = load_function(reference)
+        data = call_function(reference, function, arguments)
+        with blamed(reference):
+            rows = gives_rows(data)
+        if not rows:
+            return self._stream(reference, partial(function, **arguments), self._encode_texts, guard=blamed)
+        masks = self.config.model.model_config._use_doc_masking
+        eos_id = end_token(self.config, reference, self.config.tokenizer.tokenizer_name_or_path) if masks else None
         _tell_end(reference, eos_id)
-        return CustomRows(reference, data, sequence_length, vocab_size=vocab_size, eos_id=eos_id)
-    encode_text = TextEncoder(config)
-    return DocumentStream(
-        reference,
-        partial(function, **arguments),
-        lambda document: encode_text(document) if isinstance(document, str) else document,
-        sequence_length,
-        vocab_size=vocab_size,
-        repeat=args.data.repeat,
-        guard=blamed,
-    )
+        return CustomRows(reference, data, self.sequence_length, vocab_size=self.vocab_size, eos_id=eos_id)
 
+    def _hub_stream(self, name: str, hub: HubDataset, column: str) -> DocumentStream:
+        return self._stream(
+            name, partial(open_hub_dataset, name, hub), lambda row: self.encode(text_of(row, column, name))
+        )
 
-def _open_hub_stream(
-    config: Config,
-    args: DatasetStageArgs,
-    dataset: PretrainDatasetsArgs,
-    name: str,
-    hub: HubDataset,
-    sequence_length: int,
-    vocab_size: int,
-) -> DocumentStream:
-    encode_text, column = TextEncoder(config), dataset.text_column_name
-    return DocumentStream(
-        name,
-        partial(open_hub_dataset, name, hub),
-        lambda row: encode_text(text_of(row, column, name)),
-        sequence_length,
-        vocab_size=vocab_size,
-        repeat=args.data.repeat,
-    )
-
-
-class TextEncoder:
-    """From a text to a document's token ids, by the run's tokenizer, which is loaded at the first text."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def _stream(
+        self,
+        name: str,
+        open_documents: Callable[[], Iterable[Any]],
+        encode: Callable[[Any], Sequence[int]],
+        **options: Any,
+    ) -> DocumentStream:
+        length, repeat = self.sequence_length, self.args.data.repeat
+        return DocumentStream(
+            name, open_documents, encode, length, vocab_size=self.vocab_size, repeat=repeat, **options
+        )
 
     @cached_property
     def _tokenizer(self) -> TextTokenizer:
-        return text_tokenizer(self._config)
+        return text_tokenizer(self.config)  # loaded at the first text
 
-    def __call__(self, text: str) -> list[int]:
-        """What `nanotron tokenize` writes for the text."""
+    def _encode_texts(self, document: Any) -> Any:
+        """A document of the user's: a text, or token ids already."""
+        return self.encode(document) if isinstance(document, str) else document
+
+    def encode(self, text: str) -> list[int]:
+        """A document's token ids: what `nanotron tokenize` writes for the text."""
         return self._tokenizer.documents([encodable(text)])[0]
-
-
-def _open_folders(
-    config: Config, dataset: NanosetDatasetsArgs, sequence_length: int, vocab_size: int
-) -> list[IndexedSource]:
-    limits = dataset.dataset_max_tokens
-    max_tokens = limits if isinstance(limits, list) else [limits] * len(dataset.dataset_folder)
-    sources: list[IndexedSource] = []
-    for number, (folder, limit) in enumerate(zip(dataset.dataset_folder, max_tokens, strict=True)):
-        read_at = local_folder(dataset, number)
-        files = open_token_files(read_at, token_bytes=dataset.token_size_in_bytes)
-        eos_id = end_token_of_files(config, dataset, read_at, files)
-        _tell_end(folder, eos_id)
-        sources.append(
-            TokenWindows(folder, files, sequence_length, vocab_size=vocab_size, eos_id=eos_id, max_tokens=limit)
-        )
-    return sources
 
 
 def _tell_end(name: str, eos_id: int | None) -> None:

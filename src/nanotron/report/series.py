@@ -29,11 +29,6 @@ class Series:
     points: list[Point]
     not_finite: list[int]
 
-    @property
-    def last(self) -> float:
-        """The newest number."""
-        return self.points[-1].mean
-
 
 def series_of(rows: Sequence[dict[str, Any]], key: str, name: str, *, most: int = MOST_POINTS) -> Series | None:
     """The column ``key`` of the rows that have it; None when no number is there."""

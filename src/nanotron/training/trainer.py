@@ -15,9 +15,10 @@ import torch
 
 from nanotron.checkpoint.compare import check_data
 from nanotron.checkpoint.write import Saver
-from nanotron.data.feed import EndOfData, Feed, StepData
+from nanotron.data.feed import Feed, StepData
 from nanotron.data.order.changes import order_changes
 from nanotron.data.sources.fingerprint import fingerprint_changes
+from nanotron.data.sources.stream import EndOfData
 from nanotron.launch import codes
 from nanotron.launch.folder import on_rank_0, run_directory
 from nanotron.logging import get_logger
@@ -276,7 +277,7 @@ class Run:
     def _save(self) -> None:
         """Begin a checkpoint of the current step."""
         with self.clock.apart(SAVING_MS):
-            self.saver.save(self.step, list(self.training.state_shards()), self._state(), _texts(self.config))
+            self.saver.save(self.step, list(self.training.state_shards()), self._state(), self.config.to_texts())
         self._last_saved, self._last_save_time = self.step, time.monotonic()
         logger.info(f"saving step {self.step} to {self.config.checkpoint_places[0]}")
         logger.info(f"samples consumed: {self.feed.counters()}")
@@ -313,19 +314,6 @@ def _end_of(config: Config) -> str:
     """The key that says after which step this start ends, as key=value."""
     key = "stop_after" if config.tokens.last_step < config.tokens.train_steps else "train_steps"
     return f"tokens.{key}={getattr(config.tokens, key)}"
-
-
-def _texts(config: Config) -> dict[str, str]:
-    """The files that make a checkpoint readable without its run directory."""
-    import json
-
-    from nanotron.config.document import dump
-
-    plain = config.to_dict()
-    return {
-        "config.yaml": dump(plain),
-        "model_config.json": json.dumps(plain["model"]["model_config"], indent=1) + "\n",
-    }
 
 
 def _device_name(device: torch.device) -> str:

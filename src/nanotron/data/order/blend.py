@@ -20,13 +20,14 @@ from nanotron.data.order.permutation import Indices
 from nanotron.errors import ConfigError
 
 RESOLUTION = 2**16
+KEY = "dataset_weights"
 
 
-def round_weights(weights: Sequence[float], *, key: str = "dataset_weights") -> list[int]:
+def round_weights(weights: Sequence[float]) -> list[int]:
     """Weights as whole units of 2**-16 that sum to 2**16, by the largest-remainder rule."""
     for position, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
-            raise ConfigError(f"{key}[{position}]={weight} must be a positive number; drop the source to leave it out")
+            raise ConfigError(f"{KEY}[{position}]={weight} must be a positive number; drop the source to leave it out")
     total = math.fsum(weights)
     exact = [weight / total * RESOLUTION for weight in weights]
     units = [math.floor(share) for share in exact]
@@ -37,7 +38,7 @@ def round_weights(weights: Sequence[float], *, key: str = "dataset_weights") -> 
         if unit == 0:
             least = total / RESOLUTION
             raise ConfigError(
-                f"{key}[{position}]={weight} is less than 2^-16 of the sum of the weights; "
+                f"{KEY}[{position}]={weight} is less than 2^-16 of the sum of the weights; "
                 f"raise it to at least {least:.3g} or drop the source"
             )
     return units
@@ -72,8 +73,8 @@ def earliest_deadline_owners(units: Sequence[int]) -> npt.NDArray[np.int32]:
 class Blend:
     """A repeating assignment of samples to sources."""
 
-    def __init__(self, weights: Sequence[float], *, key: str = "dataset_weights") -> None:
-        rounded = round_weights(weights, key=key)
+    def __init__(self, weights: Sequence[float]) -> None:
+        rounded = round_weights(weights)
         divisor = math.gcd(*rounded)
         self.shares = [unit / RESOLUTION for unit in rounded]
         self.units = np.array([unit // divisor for unit in rounded], dtype=np.int64)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from nanotron.data.order.blend import round_weights
 from nanotron.data.order.skips import Skips
+from nanotron.errors import brief
 
 WEIGHTS = "data.dataset.dataset_weights"
 FREE = {"dataset_weights", "dataset_processing_num_proc_per_process", "dataset_overwrite_cache"}
@@ -40,7 +40,7 @@ def order_changes(
                 own = key != "sequence_length" or stage.get(key) is not None
                 where = f"data_stages[{number}].{key}" if own else f"tokens.{key}"
                 lines.append(
-                    f"{where} was {_short(old)} in the checkpoint and is {_short(new)} now, {consumed[name]} samples "
+                    f"{where} was {brief(old)} in the checkpoint and is {brief(new)} now, {consumed[name]} samples "
                     f"into stage {name!r}"
                 )
     return lines
@@ -64,8 +64,3 @@ def _decisive(stage: Mapping[str, Any], sequence_length: int | None, end: int, *
     if "python" in dataset or dataset.get("streaming"):
         facts |= {f"data.dataset.{key}": value for key, value in dataset.items() if key not in FREE}
     return facts
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 120 else f"{text[:117]}…"

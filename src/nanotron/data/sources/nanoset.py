@@ -275,15 +275,3 @@ def open_nanoset_file(path: str, *, token_bytes: int | None = None) -> NanosetFi
     if metadata is None and file.num_tokens == 0:
         raise ConfigError(f"{path} is empty; remove it or write it again")
     return file
-
-
-def describe_nanoset(folder: str) -> dict[str, Any]:
-    """Tokenizer, bytes per token, files and tokens of a folder, from its metadata and file sizes only."""
-    found = [(path, read_metadata(path)) for path in find_nanoset_files(folder)]
-    named = [metadata for _, metadata in found if metadata]
-    return {
-        "files": len(found),
-        "tokenizers": sorted({metadata.tokenizer for metadata in named}),
-        "token_bytes": sorted({metadata.token_bytes for metadata in named}),
-        "num_tokens": sum(metadata.num_tokens for metadata in named),
-    }

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from nanotron.checkpoint.storage import LocalFolder
 from nanotron.data.order.windows import Window, read_tokens
 from nanotron.data.sources.nanoset import NanosetFile, memory_map
 from nanotron.data.tokenize.chat import ChatTemplate
-from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for, write_atomically
+from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for
 from nanotron.data.tokenize.tokenizer import TextTokenizer, open_tokenizer, vocab_size
 from nanotron.errors import ConfigError
 
@@ -149,7 +150,7 @@ def pack(path: str, ends: npt.NDArray[np.uint64], sequence_length: int) -> None:
         firsts.append(example)
         limit = (int(ends[example - 1]) if example else 0) + sequence_length + 1
         example = max(example + 1, int(ends.searchsorted(np.uint64(limit), side="right")))
-    write_atomically(path, np.array(firsts, dtype="<u8").tobytes())
+    LocalFolder(os.path.dirname(path)).write(os.path.basename(path), [np.array(firsts, dtype="<u8").tobytes()])
 
 
 def pack_path(path: str, sequence_length: int) -> str:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-
-from nanotron.data.sources.documents import HubDataset
 from nanotron.data.tokenize.corpus import CORPUS_FOLDER, is_prepared, prepare_corpus
 from nanotron.data.tokenize.tokenizer import load_tokenizer, vocab_size
-from nanotron.errors import ConfigError, complain, say
+from nanotron.data.tokenize.workers import Job, tokenize
+from nanotron.errors import complain, say
 from nanotron.logging import human_format
 
 
@@ -22,36 +19,13 @@ def prepare_default_corpus(folder: str | None) -> None:
     say(f"{folder}: the embedded corpus {'is already tokenized' if known else 'has been tokenized'}")
 
 
-def run_tokenize(
-    inputs: Sequence[str],
-    output: str | None,
-    *,
-    tokenizer: str | None = None,
-    train_bpe: int | None = None,
-    eos: str | None = None,
-    append_eos: bool = True,
-    bos: str | None = None,
-    prepend_bos: bool = True,
-    read_special_tokens: bool = False,
-    column: str = "text",
-    hub: HubDataset | None = None,
-    workers: int | None = None,
-) -> None:
+def run_tokenize(job: Job) -> None:
     """Tokenize and print one line of totals, and one about empty documents if there were any."""
-    from nanotron.data.tokenize.workers import Job, tokenize
-
-    if not inputs or output is None:
-        raise ConfigError("name at least one input and --output FOLDER, or use --stdlib for the embedded corpus")
-    workers = workers or os.cpu_count() or 1
-    job = Job(
-        inputs, output, tokenizer, train_bpe, eos, append_eos, bos, prepend_bos, read_special_tokens, column,
-        hub or HubDataset(), workers,
-    )  # fmt: skip
-    summary = tokenize(job)
+    summary, output = tokenize(job), job.output
     resumed = f", {summary.resumed_shards} of them from before" if summary.resumed_shards else ""
     documents = f"{human_format(summary.documents)} document{'s' if summary.documents != 1 else ''}"
     shards = f"{summary.shards} shard{'s' if summary.shards != 1 else ''}"
-    shortfall = _shortfall(output, train_bpe)
+    shortfall = _shortfall(output, job.train_bpe)
     say(f"{output}: {documents}, {human_format(summary.tokens)} tokens in {shards}{resumed}{shortfall}")
     for line in filter(None, (summary.left_out, summary.mended)):
         say(f"{output}: {line}")

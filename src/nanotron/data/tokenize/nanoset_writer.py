@@ -11,6 +11,8 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from nanotron.checkpoint.storage import LocalFolder
+
 
 def token_bytes_for(vocab_size: int) -> int:
     """Bytes per token: 2 while every id fits 16 bits, else 4 (datatrove's rule)."""
@@ -62,13 +64,14 @@ class NanosetWriter:
         if self.num_tokens == 0:
             os.remove(f"{self._path}.partial")
             return
-        ends = np.cumsum(np.concatenate(self._lengths)).astype("<u8")
-        write_atomically(f"{self._path}.index", ends.tobytes())
+        place, name = os.path.split(self._path)
+        folder = LocalFolder(place or ".")
+        folder.write(f"{name}.index", [np.cumsum(np.concatenate(self._lengths)).astype("<u8").tobytes()])
         if self._targets:
             assert sum(map(len, self._targets)) == self.num_tokens, "targets were given for some documents only"
-            write_atomically(f"{self._path}.loss", np.concatenate(self._targets).tobytes())
+            folder.write(f"{name}.loss", [np.concatenate(self._targets).tobytes()])
         text = metadata_text(self._tokenizer, self._dtype.itemsize, self.num_tokens)
-        write_atomically(f"{self._path}.metadata", text.encode())
+        folder.write(f"{name}.metadata", [text.encode()])
         os.replace(f"{self._path}.partial", self._path)
 
     def discard(self) -> None:
@@ -86,12 +89,3 @@ class NanosetWriter:
             self.commit()
         else:
             self.discard()
-
-
-def write_atomically(path: str, content: bytes) -> None:
-    """Write a small file so that its final name never shows a part of it."""
-    with open(f"{path}.partial", "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(f"{path}.partial", path)

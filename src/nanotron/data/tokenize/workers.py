@@ -111,12 +111,7 @@ class _Shard:
 
     number: int
     pieces: list[InputPart]
-    output: str
-    tokenizer_name: str
-    append_eos: bool
-    read_special_tokens: bool
-    column: str
-    hub: HubDataset
+    job: Job
 
     @property
     def report(self) -> str:
@@ -134,12 +129,9 @@ def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
     output.join(RECORDS).make()
     if not _is_begun(job, groups) or TOKENIZER not in output.names():
         _write_tokenizer(job, pieces, show_progress=show_progress)
-        _write_plan(job, groups)
-    name = job.tokenizer or os.path.join(job.output, TOKENIZER)
-    shards = [
-        _Shard(number, group, job.output, name, job.append_eos, job.read_special_tokens, job.column, job.hub)
-        for number, group in enumerate(groups)
-    ]
+        plan = {**_facts(job, groups), "shards": groups}
+        output.join(RECORDS).write(PLAN, [json.dumps(plan, indent=1).encode()])
+    shards = [_Shard(number, group, job) for number, group in enumerate(groups)]
     finished = set(output.join(RECORDS).names())
     pending = [shard for shard in shards if shard.report not in finished]
     total = sum(piece.size for shard in pending for piece in shard.pieces)
@@ -154,7 +146,7 @@ def tokenize(job: Job, *, show_progress: bool = True) -> Summary:
 
 def _summarize(shards: Sequence[_Shard], resumed: int) -> Summary:
     """The totals of the shards' reports."""
-    reports = [json.loads(read_text(open_folder(shard.output).join(RECORDS), shard.report)) for shard in shards]
+    reports = [json.loads(read_text(open_folder(shard.job.output).join(RECORDS), shard.report)) for shard in shards]
     documents, tokens, empty = (sum(report[key] for report in reports) for key in ("documents", "tokens", "empty"))
     firsts = (
         place_of(shard.pieces[report["first_empty"][0]], report["first_empty"][1])
@@ -206,11 +198,6 @@ def _is_begun(job: Job, groups: list[list[InputPart]]) -> bool:
             f"{job.output} was begun with another {' and '.join(changed)}; choose another output or remove that folder"
         )
     return True
-
-
-def _write_plan(job: Job, groups: list[list[InputPart]]) -> None:
-    plan = {**_facts(job, groups), "shards": groups}
-    open_folder(job.output).join(RECORDS).write(PLAN, [json.dumps(plan, indent=1).encode()])
 
 
 def _write_tokenizer(job: Job, pieces: Sequence[InputPart], *, show_progress: bool) -> None:
@@ -287,7 +274,7 @@ def _tokenize_in_worker(shard: _Shard) -> None:
 
 def tokenize_shard(shard: _Shard, counters: SynchronizedArray[int]) -> None:
     """Write one shard and then its report; the counters are those of TokenizeProgress."""
-    output, name = open_folder(shard.output), f"{shard.number:05d}_unshuffled.ds"
+    output, name = open_folder(shard.job.output), f"{shard.number:05d}_unshuffled.ds"
     if isinstance(output, LocalFolder):
         report = _write_shard(shard, os.path.join(output.path, name), counters)
     else:
@@ -302,12 +289,14 @@ def tokenize_shard(shard: _Shard, counters: SynchronizedArray[int]) -> None:
 
 def _write_shard(shard: _Shard, path: str, counters: SynchronizedArray[int]) -> dict[str, Any]:
     """Write the files of one shard; returns its report."""
-    tokenizer = open_tokenizer(shard.output, read_special_tokens=shard.read_special_tokens)
-    tokenizer = tokenizer if shard.append_eos else replace(tokenizer, end=None)
+    job = shard.job
+    tokenizer = open_tokenizer(job.output, read_special_tokens=job.read_special_tokens)
+    tokenizer = tokenizer if job.append_eos else replace(tokenizer, end=None)
     token_bytes = token_bytes_for(vocab_size(tokenizer.tokenizer))
+    name = job.tokenizer or os.path.join(job.output, TOKENIZER)
     empty: list[_Read] = []
     mended = 0
-    with NanosetWriter(path, tokenizer=shard.tokenizer_name, token_bytes=token_bytes) as writer:
+    with NanosetWriter(path, tokenizer=name, token_bytes=token_bytes) as writer:
         for batch in _batches(shard):
             before = writer.num_tokens
             documents = tokenizer.documents([read.text.text for read in batch])
@@ -339,7 +328,7 @@ def _batches(shard: _Shard) -> Iterator[list[_Read]]:
     batch: list[_Read] = []
     characters = 0
     for number, piece in enumerate(shard.pieces):
-        for text in read_texts(piece, shard.column, shard.hub):
+        for text in read_texts(piece, shard.job.column, shard.job.hub):
             batch.append(_Read(number, text))
             characters += len(text.text)
             if characters > BATCH_CHARACTERS or len(batch) == BATCH_TEXTS:
