@@ -10,7 +10,7 @@ import pytest
 from nanotron.launch import roll as module
 from nanotron.launch.failures import Failure, verdict
 from nanotron.launch.roll import Roll, claimed
-from nanotron.parallel.store import LocalStore
+from tests.local_store import LocalStore
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from nanotron.launch.failures import Failure
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place
 from nanotron.launch.roll import Roll
-from nanotron.parallel.store import LocalStore
+from tests.local_store import LocalStore
 
 module.LOOK_S = 0.05
 libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(256)

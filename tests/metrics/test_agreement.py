@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanotron.metrics import Metrics
+from nanotron.metrics.record import Metrics
 from nanotron.parallel.mesh import Mesh
 from tests.metrics.test_record import config, values
 

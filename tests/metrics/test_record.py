@@ -17,7 +17,7 @@ import torch
 from nanotron.check import check
 from nanotron.config import Config, get_config_from_dict
 from nanotron.errors import ConfigError
-from nanotron.metrics import Metrics
+from nanotron.metrics.record import Metrics
 from nanotron.parallel.mesh import Mesh
 
 LOSS = 5.512345678901234

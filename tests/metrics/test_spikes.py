@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanotron.metrics import Metrics
+from nanotron.metrics.record import Metrics
 from nanotron.metrics.spikes import NEEDED, WINDOW, LossSpikes, Spike
 from nanotron.parallel.mesh import Mesh
 from tests.metrics.test_record import config, values

@@ -12,7 +12,8 @@ import pytest
 
 from nanotron.parallel import agreement as module
 from nanotron.parallel.agreement import Agreement
-from nanotron.parallel.store import BoundedStore, LocalStore, LostPeers, LostStore
+from nanotron.parallel.store import BoundedStore, LostPeers, LostStore
+from tests.local_store import LocalStore
 
 Rank = Callable[[Agreement], Any]
 
@@ -79,10 +80,14 @@ def test_work_that_takes_long_is_said_again_and_again(
 
 def test_agreements_leave_nothing_in_the_store_but_the_last_answer() -> None:
     store = LocalStore()
-    agreement = Agreement("topic", 0, 1, store)
-    for i in range(5):
-        assert agreement.decide(str(i), i, lambda values: values[0] + 1) == i + 1
-    assert set(store._values) == {"topic/1/4/answer", "topic/begun/0"}
+
+    def decide(rank: int) -> list[int]:
+        agreement = Agreement("topic", rank, 2, store)
+        return [agreement.decide(str(i), i, sum) for i in range(5)]
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(decide, range(2))) == [[0, 2, 4, 6, 8]] * 2
+    assert set(store._values) == {"topic/1/4/answer", "topic/begun/0", "topic/begun/1"}
 
 
 def test_a_second_agreement_of_a_topic_does_not_hear_the_first_one_s_answers() -> None:

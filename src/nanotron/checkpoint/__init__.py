@@ -19,7 +19,3 @@ What the trainer calls, module by module (only ``write`` and ``read`` import tor
 ``checkpoint`` is the folder of one step, ``checkpoints_path`` the folder that holds the steps; both may be URLs.
 The format is described byte for byte in docs/checkpoint-format.md.
 """
-
-from nanotron.checkpoint.format import StateShard
-
-__all__ = ["StateShard"]

@@ -15,7 +15,7 @@ import mmap
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from nanotron.checkpoint.format import Damaged, Entry, parse_header
 from nanotron.errors import ConfigError
@@ -25,22 +25,6 @@ VERSIONS = ("ETag", "etag", "md5", "generation", "mtime", "LastModified", "last_
 """What file systems call that which changes with a file's content."""
 Chunk = bytes | bytearray | memoryview
 CHUNK_BYTES = 4 << 20  # per write, read and checksum call
-
-
-class Folder(Protocol):
-    """One folder of files, and the folders in it."""
-
-    path: str
-
-    def join(self, name: str) -> Folder: ...
-    def names(self) -> list[str]: ...
-    def make(self) -> None: ...
-    def size(self, name: str) -> int: ...
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any: ...
-    def stream(self, name: str, start: int = 0, stop: int | None = None) -> Iterator[bytes]: ...
-    def write(self, name: str, chunks: Iterable[Chunk]) -> None: ...
-    def remove(self, name: str) -> None: ...
-    def remove_folder(self) -> None: ...
 
 
 def open_folder(path: str | os.PathLike[str]) -> Folder:
@@ -303,3 +287,7 @@ class RemoteFolder:
         """Delete the folder if it is empty; object stores have none."""
         with contextlib.suppress(OSError, NotImplementedError):
             self._files.rmdir(self._root)
+
+
+Folder = LocalFolder | RemoteFolder
+"""A folder of files, and of folders; what both have is what everybody may use."""

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from nanotron.checkpoint.storage import LocalFolder
 from nanotron.errors import ConfigError
 from nanotron.logging import get_logger
 from nanotron.untrusted import parse_json
@@ -29,16 +29,6 @@ logger = get_logger(__name__)
 ANSWER_S = 30.0  # that Weights & Biases has to take a run, and to take what is left when it ends
 
 Row = dict[str, "float | int | str"]
-
-
-class Sink(Protocol):
-    """One destination of the numbers."""
-
-    def write(self, step: int, row: Row) -> None:
-        """Add the row of one step."""
-
-    def close(self) -> None:
-        """Bring everything written to its destination."""
 
 
 class JsonLines:
@@ -70,17 +60,8 @@ class JsonLines:
 
 def keep_steps(path: Path, *, last: int) -> None:
     """Rewrite a metrics.jsonl to its steps up to ``last``, atomically; a line cut short by a kill is dropped."""
-    kept = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last]
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(kept)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    kept = [json.dumps(row).encode() + b"\n" for row in read_rows(path) if row["step"] <= last]
+    LocalFolder(str(path.parent)).write(path.name, kept)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -170,6 +151,9 @@ class WeightsAndBiases:
             yield
         except (self._error, TimeoutError) as error:
             raise OSError(f"{_reason(error)}: {self._kept()}") from error
+
+
+Sink = JsonLines | TensorBoard | WeightsAndBiases
 
 
 def _reason(error: Exception) -> str:

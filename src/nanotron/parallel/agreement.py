@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nanotron.logging import get_logger
-from nanotron.parallel.store import BoundedStore, LocalStore, LostPeers, Store
+from nanotron.parallel.store import BoundedStore, LostPeers, Store
 
 logger = get_logger(__name__)
 
@@ -33,10 +33,11 @@ class Agreement:
     def __init__(self, topic: str, rank: int, world: int, store: Store | None, *, timeout_s: float = 600.0) -> None:
         assert store is not None or world == 1, "several ranks need a store to agree through"
         self.rank, self.world, self._timeout_s = rank, world, timeout_s
-        self._store: Store = LocalStore() if store is None else BoundedStore(store, timeout_s)
-        begun = self._store.add(f"{topic}/begun/{rank}", 1)  # the same on every rank: all begin their topics in order
-        self._topic = f"{topic}/{begun}"
         self._answered: list[str] = []
+        if store is not None:
+            self._store = BoundedStore(store, timeout_s)
+            begun = self._store.add(f"{topic}/begun/{rank}", 1)  # the same on every rank: all begin topics in order
+            self._topic = f"{topic}/{begun}"
 
     def decide(self, question: str, value: Any, decision: Callable[[list[Any]], Any], *, doing: str = "") -> Any:
         """Give ``value``; rank 0 calls ``decision`` with the values in rank order; every rank returns its result.
@@ -45,6 +46,9 @@ class Agreement:
         every rank, that names those which said nothing, and RuntimeError on the others when the decision itself raises
         on rank 0.
         """
+        if self.world == 1:
+            with self.at_work(doing):
+                return _as_told(decision([_as_told(value)]))
         key = f"{self._topic}/{question}"
         self._store.set(f"{key}/from/{self.rank}", json.dumps(value))
         if self.rank == 0:
@@ -125,6 +129,11 @@ class Agreement:
                     raise LostPeers(f"rank {who} did not answer within {self._timeout_s:g} s", silent)
             time.sleep(pause)
             pause = min(2 * pause, POLL_S[1])
+
+
+def _as_told(value: Any) -> Any:
+    """A value as it reaches others."""
+    return json.loads(json.dumps(value))
 
 
 def alone() -> Agreement:

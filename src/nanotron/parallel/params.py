@@ -131,10 +131,6 @@ class ParamSpec:
         """The axes over which each rank has only a part of the gradient; those of size 1 left out."""
         return tuple(axis for axis in self.partial_grad if mesh.size(axis) > 1)
 
-    def grad_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Every axis the gradient is summed over on this mesh: data axes, then partial ones."""
-        return self.reduce_axes(mesh) + self.partial_axes(mesh)
-
     def is_owner(self, mesh: Mesh) -> bool:
         """Whether this rank holds the first of the copies that the model axes make: counted in norms, written once."""
         return all(mesh.coord(part) == 0 for part in self.copy_axes(mesh))

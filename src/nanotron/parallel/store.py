@@ -38,34 +38,6 @@ class LostStore(LostPeers):
     """The store's connection is broken: whoever held it is gone."""
 
 
-class LocalStore:
-    """The store of a run of one process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str, /) -> None:
-        self._values[key] = value.encode()
-
-    def get(self, key: str, /) -> bytes:
-        return self._values[key]
-
-    def check(self, keys: list[str], /) -> bool:
-        return all(key in self._values for key in keys)
-
-    def delete_key(self, key: str, /) -> bool:
-        return self._values.pop(key, None) is not None
-
-    def add(self, key: str, amount: int, /) -> int:
-        self.set(key, str(int(self._values.get(key, b"0")) + amount))
-        return int(self._values[key])
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        if self._values.get(key, b"") == expected.encode():
-            self.set(key, value)
-        return self._values[key]
-
-
 class BoundedStore:
     """A store whose calls end within ``timeout_s``. Raises LostPeers then, and LostStore when the connection breaks.
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from nanotron.errors import ConfigError
 from nanotron.pipeline.communication import Exchange, Program, Step, Transfer, communication
 from nanotron.pipeline.schedules import Action, Schedule, split_fused
-from nanotron.pipeline.timeline import Message, StageCost, Timeline, execute, input_of, unit_costs
+from nanotron.pipeline.timeline import StageCost, Timeline, execute, input_of, unit_costs
 
 
 class Peak(NamedTuple):
@@ -25,7 +25,6 @@ class Peak(NamedTuple):
     activations: int  # forward done, backward not yet: autograd's saved tensors
     stashes: int  # B done, W not yet: what the weight gradients still need
     held: int  # both together
-    received: int  # inputs and output gradients that arrived and are not used yet
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ def simulate(
     """Prove a schedule, then time it (arguments as in `execute`). Raises ConfigError naming rank, stage and action."""
     programs = prove(schedule, microbatches)
     timeline = execute(schedule, microbatches, cost, transfer=transfer, eager_weights=eager_weights)
-    return Simulation(programs, timeline, [peak(schedule, rank, program) for rank, program in enumerate(programs)])
+    return Simulation(programs, timeline, [peak(program) for program in programs])
 
 
 def prove(schedule: Schedule, microbatches: int) -> list[Program]:
@@ -215,18 +214,12 @@ def _hang(schedule: Schedule, rank: int, left: Sequence[BlockingStep]) -> str:
     return f"schedule {schedule.name}: rank {rank} hangs in {left[0]}{before}; the other side never comes to it"
 
 
-def peak(schedule: Schedule, rank: int, program: Program) -> Peak:
+def peak(program: Program) -> Peak:
     """What one rank holds at most while it executes its program; taking a W early can only make it less."""
     done: Counter[str] = Counter()
-    unused: set[Message] = set()
-    most = Peak(0, 0, 0, 0)
+    most = Peak(0, 0, 0)
     for step in program:
-        if isinstance(step, Exchange):
-            unused |= {transfer.message for transfer in step.transfers if transfer.target == rank}
-        else:
+        if isinstance(step, Action):
             done.update(step.kind)  # BW is one B and one W, and its stash lives no longer than itself
-            need = input_of(schedule, rank, step)
-            unused -= {need} if need else set()
-        now = Peak(done["F"] - done["B"], done["B"] - done["W"], done["F"] - done["W"], len(unused))
-        most = Peak(*map(max, most, now))
+        most = Peak(*map(max, most, (done["F"] - done["B"], done["B"] - done["W"], done["F"] - done["W"])))
     return most
