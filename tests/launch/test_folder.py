@@ -108,10 +108,10 @@ def test_a_record_that_cannot_be_replaced_is_left_as_it_was(tmp_path: Path, monk
     record = tmp_path / "metrics.jsonl"
     record.write_text('{"step": 1}\n{"step": 2}\n')
 
-    def replace(self: Path, target: Path) -> Path:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(self), None, str(target))
+    def rename(self: LocalFolder, source: str, target: str) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), source, None, target)
 
-    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(LocalFolder, "_rename", rename)
     with pytest.raises(PermissionError):
         keep_steps(record, last=1)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
