@@ -127,7 +127,12 @@ def cut_rows(sequence_length: int) -> Subject:
             *in_all_ways(RING),
         ],
         world=2,
-        shape={"sequence_length": sequence_length, "micro_batch_size": 1, "num_microbatches": 1},
+        shape={
+            "num_hidden_layers": 4,
+            "sequence_length": sequence_length,
+            "micro_batch_size": 1,
+            "num_microbatches": 1,
+        },
     )
 
 
