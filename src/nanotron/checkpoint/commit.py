@@ -44,11 +44,11 @@ def merge_boxes(reports: list[dict[str, Any]]) -> dict[str, StoredTensor]:
         for entry in report["boxes"]:
             mine = (tuple(entry["shape"]), entry["dtype"])
             assert facts.setdefault(entry["tensor"], mine) == mine, f"ranks differ about {entry['tensor']}"
-            box = Box(*(tuple(part) for part in entry["box"]))
-            stored = StoredBox(box, report["file"], entry["key"], entry["xxh3"])
+            offset, shape = map(tuple, entry["box"])
+            stored = StoredBox(offset, shape, report["file"], entry["key"], entry["xxh3"])
             boxes.setdefault(entry["tensor"], []).append(stored)
     tensors = {
-        key: StoredTensor(shape, dtype, tuple(sorted(boxes[key], key=lambda stored: stored.box.offset)))
+        key: StoredTensor(shape, dtype, tuple(sorted(boxes[key], key=lambda stored: stored.offset)))
         for key, (shape, dtype) in sorted(facts.items())
     }
     for key, tensor in tensors.items():

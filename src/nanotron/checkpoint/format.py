@@ -18,10 +18,13 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from pydantic import TypeAdapter
+
 from nanotron.checkpoint import schema
+from nanotron.checkpoint.schema import Digest, FileName, Shape, StoredType
 from nanotron.errors import ConfigError
 from nanotron.parallel.params import Box
-from nanotron.untrusted import MAPPING, checked, parse_json
+from nanotron.untrusted import MAPPING, Count, checked, parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -61,69 +64,66 @@ class StateShard(NamedTuple):
     writes: bool = True
 
 
-class StoredBox(NamedTuple):
+@dataclass(frozen=True)
+class StoredBox:
     """Where a box of a global tensor lies: a key of a file, and the xxh3-64 of its bytes."""
 
-    box: Box
-    file: str
+    offset: Shape
+    shape: Shape
+    file: FileName
     key: str
-    xxh3: str
+    xxh3: Digest
+
+    @property
+    def box(self) -> Box:
+        """The box itself."""
+        return Box(self.offset, self.shape)
 
 
-class StoredTensor(NamedTuple):
+@dataclass(frozen=True)
+class StoredTensor:
     """A global tensor of a checkpoint: its boxes cover it exactly once."""
 
-    shape: tuple[int, ...]
-    dtype: str
+    shape: Shape
+    dtype: StoredType
     boxes: tuple[StoredBox, ...]
 
 
-class StoredFile(NamedTuple):
+@dataclass(frozen=True)
+class StoredFile:
     """Size in bytes, and the xxh3-64 of the whole for files that hold no boxes."""
 
-    size: int
-    xxh3: str | None = None
+    size: Count
+    xxh3: Digest | None = None
 
 
 @dataclass(frozen=True)
 class Index:
     """index.json: what a complete checkpoint holds. Tensors are keyed ``<kind>/<global name>``."""
 
-    step: int
-    files: dict[str, StoredFile]
+    step: Count
+    files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
 
     def to_json(self) -> str:
         """The text of the file, a tensor a line."""
-        tensors = {
-            key: {
-                "shape": tensor.shape,
-                "dtype": tensor.dtype,
-                "boxes": [
-                    {"offset": box.offset, "shape": box.shape, "file": file, "key": name, "xxh3": xxh3}
-                    for box, file, name, xxh3 in tensor.boxes
-                ],
-            }
-            for key, tensor in self.tensors.items()
-        }
-        files = {name: {k: v for k, v in file._asdict().items() if v is not None} for name, file in self.files.items()}
+        files = {name: {k: v for k, v in vars(file).items() if v is not None} for name, file in self.files.items()}
         facts = {"format": FORMAT, "version": VERSION, "step": self.step, "files": files}
-        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(tensor)}" for key, tensor in tensors.items())
+        lines = ",\n".join(
+            f"{json.dumps(key)}: {json.dumps({**vars(tensor), 'boxes': list(map(vars, tensor.boxes))})}"
+            for key, tensor in self.tensors.items()
+        )
         return f'{json.dumps(facts)[:-1]},\n"tensors": {{\n{lines}\n}}}}\n'
 
     @staticmethod
     def from_json(text: str) -> Index:
         """Raises ValueError when the text is not an index that this version reads."""
-        whole = checked(schema.INDEX, parse_json(text))
-        files = {name: StoredFile(file["size"], file.get("xxh3")) for name, file in whole["files"].items()}
-        return Index(whole["step"], files, {key: _tensor(entry) for key, entry in whole["tensors"].items()})
+        whole = parse_json(text)
+        checked(schema.FORMAT, whole)
+        return checked(_INDEX, whole)
 
 
-def _tensor(entry: schema.TensorEntry) -> StoredTensor:
-    boxes = (
-        StoredBox(Box(box["offset"], box["shape"]), box["file"], box["key"], box["xxh3"]) for box in entry["boxes"]
-    )
-    return StoredTensor(entry["shape"], entry["dtype"], tuple(boxes))
+_INDEX = TypeAdapter(Index)
 
 
 def tiles(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:

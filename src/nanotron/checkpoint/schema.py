@@ -6,10 +6,10 @@ Keys that nobody reads may hold anything.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
-from typing_extensions import NotRequired, Required, TypedDict
+from typing_extensions import Required, TypedDict
 
 from nanotron.untrusted import Count, Number
 
@@ -21,39 +21,17 @@ FileName = Annotated[str, Field(pattern=r"^[^/\\]+$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
-class BoxEntry(TypedDict):
-    """A box in index.json."""
-
-    offset: Shape
-    shape: Shape
-    file: FileName
-    key: str
-    xxh3: Digest
+if TYPE_CHECKING:
+    StoredType = str
+else:
+    StoredType = Literal["F64", "F32", "BF16", "F16", "I64", "I32"]
 
 
-class TensorEntry(TypedDict):
-    """A global tensor in index.json."""
-
-    shape: Shape
-    dtype: Literal["F64", "F32", "BF16", "F16", "I64", "I32"]
-    boxes: list[BoxEntry]
-
-
-class FileEntry(TypedDict):
-    """A file in index.json."""
-
-    size: Count
-    xxh3: NotRequired[Digest]
-
-
-class IndexEntry(TypedDict):
-    """index.json."""
+class Written(TypedDict):
+    """What says of index.json that this version reads it; the rest is ``format.Index``."""
 
     format: Format
     version: Version
-    step: Count
-    files: dict[FileName, FileEntry]
-    tensors: dict[str, TensorEntry]
 
 
 class State(TypedDict, total=False):
@@ -105,7 +83,7 @@ class HeaderEntry(TypedDict):
     data_offsets: tuple[Count, Count]
 
 
-INDEX = TypeAdapter(IndexEntry)
+FORMAT = TypeAdapter(Written)
 STATE = TypeAdapter(State)
 SAVED_CONFIG = TypeAdapter(SavedConfig)
 HEADER = TypeAdapter(dict[str, HeaderEntry])
