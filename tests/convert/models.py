@@ -10,8 +10,9 @@ import torch
 from nanotron.batch import Batch
 from nanotron.checkpoint.format import StateShard
 from nanotron.config.model import ModelConfig
-from nanotron.models.decoder import ChunkOptions, DecoderChunk
-from nanotron.models.specs import StageModules, decoder_specs
+from nanotron.models.decoder import ChunkOptions
+from nanotron.models.families import family_of
+from nanotron.models.specs import StageModules
 from nanotron.parallel.mesh import Mesh
 
 SHAPE = {
@@ -45,6 +46,22 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3-tied": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+SPARSE: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 6, "router_aux_loss_coef": 0.03},
+    "qwen2-moe": {"model_type": "qwen2_moe", **_EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen2-moe-normalized": {
+        "model_type": "qwen2_moe",
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 40,
+        "qkv_bias": False,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3-moe": {"model_type": "qwen3_moe", **_EXPERTS, "head_dim": 16, "norm_topk_prob": True},
+    "qwen3-moe-some": {"model_type": "qwen3_moe", **_EXPERTS, "mlp_only_layers": [1], "tie_word_embeddings": True},
+}
+MODELS |= SPARSE
 
 
 def hugging_face_model(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -74,7 +91,7 @@ def weight_pieces(
     """Empty weights of the shards that a rank holds."""
     mesh = mesh or Mesh()
     pieces = []
-    for spec in decoder_specs(config).values():
+    for spec in family_of(config).specs(config).values():
         box = spec.local_box(mesh)
         pieces.append(
             StateShard("weight", spec.name, spec.shape, box, torch.full(box.shape, float("nan"), dtype=dtype))
@@ -85,7 +102,9 @@ def weight_pieces(
 def logits_of(config: ModelConfig, pieces: list[StateShard], tokens: torch.Tensor) -> torch.Tensor:
     """Our model's logits [b, s, V] with these whole weights."""
     dtype = pieces[0].tensor.dtype
-    model = DecoderChunk(config, decoder_specs(config), Mesh(), StageModules.whole(config), ChunkOptions(dtype))
+    family = family_of(config)
+    chunk = family.chunk()
+    model = chunk(config, family.specs(config), Mesh(), StageModules.whole(config), ChunkOptions(dtype))
     with torch.no_grad():
         for piece in pieces:
             model.weights[piece.name].copy_(piece.tensor)

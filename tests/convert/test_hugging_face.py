@@ -426,8 +426,9 @@ def test_a_file_that_is_none_is_named_in_a_line(tmp_path: Path, file: str, text:
         import_weights(str(tmp_path), str(tmp_path / "ours"))
 
 
-def test_no_value_of_a_config_is_more_than_a_mistake(tmp_path: Path) -> None:
-    save_hugging_face("qwen2", tmp_path)
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-moe"])
+def test_no_value_of_a_config_is_more_than_a_mistake(tmp_path: Path, name: str) -> None:
+    save_hugging_face(name, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"use_sliding_window": True, "sliding_window": 64, "rope_scaling": None, "layer_types": None}
     hostile = ("abc", [], {}, -1, 1.5, float("nan"), 10**30, True, None, [[]], {"a": [1]}, ["x"])

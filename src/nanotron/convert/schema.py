@@ -48,6 +48,12 @@ class HuggingFaceConfig(TypedDict, total=False):
     rope_scaling: Rope | None
     rope_parameters: Rope | None
     eos_token_id: Tokens | None
+    qkv_bias: Flag | None
+    clip_qkv: Number | None
+    num_local_experts: Count | None
+    decoder_sparse_step: Count | None
+    mlp_only_layers: list[Count] | None
+    norm_topk_prob: Flag | None
 
 
 WEIGHT_MAP = TypeAdapter(WeightMap)

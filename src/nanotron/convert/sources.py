@@ -19,7 +19,7 @@ from nanotron.convert.schema import WEIGHT_MAP, read_json
 from nanotron.errors import ConfigError, shorten
 from nanotron.logging import get_logger
 from nanotron.models.families import family_of
-from nanotron.models.hf_tensors import Part, hf_nanotron_parts, hugging_face_parts
+from nanotron.models.hf_tensors import FUSED, Part, hf_nanotron_parts, hugging_face_parts
 from nanotron.parallel.agreement import Agreement, alone
 from nanotron.parallel.params import Box, intersect
 
@@ -58,19 +58,34 @@ def open_weights(path: str, config: ModelConfig) -> CheckpointWeights | ForeignT
     folder = open_folder(found.path)
     if found.kind == OURS:
         return CheckpointWeights(folder, config)
-    files = hugging_face_files(folder) if found.kind == HUGGING_FACE else hf_nanotron_files(folder)
-    _check_depth(found.path, config, len(files))
-    parts = hugging_face_parts if found.kind == HUGGING_FACE else hf_nanotron_parts
-    return ForeignTensors(folder, files, parts(config, family_of(config).specs(config)), config)
+    if found.kind == HF_NANOTRON:
+        return _open_hf_nanotron(folder, config)
+    files = hugging_face_files(folder)
+    fused = any(name.endswith(FUSED) for name in files)
+    _check_depth(found.path, config, len(files), fused=fused)
+    parts = hugging_face_parts(config, family_of(config).specs(config), fused=fused)
+    return ForeignTensors(folder, files, parts, config)
 
 
-def _check_depth(path: str, config: ModelConfig, num_tensors: int) -> None:
-    """Refuse a depth that the files cannot have, before anything is made for each layer."""
-    if config.num_hidden_layers > num_tensors:
+def _open_hf_nanotron(folder: Folder, config: ModelConfig) -> ForeignTensors:
+    if config.moe_config is not None:
         raise ConfigError(
-            f"{path}: num_hidden_layers={config.num_hidden_layers} of its config is another model's: its files hold"
-            f" {num_tensors} tensors"
+            f"{folder.path}: experts of a checkpoint of {HF_NANOTRON} cannot be read; convert it to a Hugging Face"
+            " model with that program, and name its folder"
         )
+    files = hf_nanotron_files(folder)
+    _check_depth(folder.path, config, len(files))
+    return ForeignTensors(folder, files, hf_nanotron_parts(config, family_of(config).specs(config)), config)
+
+
+def _check_depth(path: str, config: ModelConfig, num_tensors: int, *, fused: bool = True) -> None:
+    """Refuse a number of layers, or of experts that have tensors of their own, before something is made for each."""
+    layers, moe = config.num_hidden_layers, config.moe_config
+    said = f"num_hidden_layers={layers}" if layers > num_tensors else ""
+    if not said and moe is not None and not fused and len(config.sparse_layers) * moe.num_experts > num_tensors:
+        said = f"num_experts={moe.num_experts} in {len(config.sparse_layers)} layers"
+    if said:
+        raise ConfigError(f"{path}: {said} of its config is another model's: its files hold {num_tensors} tensors")
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,23 @@ from __future__ import annotations
 from functools import partial
 
 from nanotron.config.model import DeepseekConfig, LlamaConfig, MistralConfig, ModelConfig, Qwen2Config, Qwen3Config
-from nanotron.models.family import Family, HuggingFace
+from nanotron.models import hf_facts
+from nanotron.models.family import Family
 from nanotron.models.flops import attention_flops, head_flops
 from nanotron.models.latent_attention import latent_attention_specs, latent_chunk, latent_layer_flops
 from nanotron.models.specs import decoder_specs
 
-_WINDOW = {"sliding_window": 4096}
-_QWEN = {"num_key_value_heads": 32, **_WINDOW, "max_window_layers": 28}
-
 FAMILIES: dict[str, Family] = {
-    "llama": Family(LlamaConfig, HuggingFace("LlamaForCausalLM", (False, True), {"max_position_embeddings": 2048})),
-    "mistral": Family(
-        MistralConfig, HuggingFace("MistralForCausalLM", (False,), {"num_key_value_heads": 8, **_WINDOW})
-    ),
-    "qwen2": Family(Qwen2Config, HuggingFace("Qwen2ForCausalLM", (True,), _QWEN)),
+    "llama": Family(LlamaConfig, hf_facts.LLAMA),
+    "mistral": Family(MistralConfig, hf_facts.MISTRAL, hf_facts.MIXTRAL),
+    "qwen2": Family(Qwen2Config, hf_facts.QWEN2, hf_facts.QWEN2_MOE),
+    "qwen3": Family(Qwen3Config, hf_facts.QWEN3, hf_facts.QWEN3_MOE),
     "deepseek": Family(
         DeepseekConfig,
         specs=partial(decoder_specs, attention=latent_attention_specs),
         layer_flops=latent_layer_flops,
         chunk=latent_chunk,
     ),
-    "qwen3": Family(Qwen3Config, HuggingFace("Qwen3ForCausalLM", (False, True), {**_QWEN, "head_dim": 128})),
 }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nanotron.models.flops import decoder_layer_flops
+from nanotron.models.hf_facts import HuggingFace
 from nanotron.models.specs import decoder_layers, decoder_specs
 from nanotron.parallel.params import ParamSpec
 
@@ -23,17 +24,6 @@ def decoder_chunk() -> type[DecoderChunk]:
 
 
 @dataclass(frozen=True)
-class HuggingFace:
-    """How a family looks in a Hugging Face folder."""
-
-    architecture: str
-    attention_bias: tuple[bool, ...]
-    """The values of attention_bias that the Hugging Face model can have."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What a config.json may leave out, where it is neither our default nor that of all families there."""
-
-
-@dataclass(frozen=True)
 class Family:
     """One family. Wherever a model's shape is asked for, it is an instance of ``config``."""
 
@@ -41,6 +31,8 @@ class Family:
     """Its keys; a mapping with ``is_<name>_config: true`` is read as this class."""
     hugging_face: HuggingFace | None = None
     """None: it can be neither imported nor exported."""
+    hugging_face_sparse: HuggingFace | None = None
+    """The same of its models with experts, which are a family of their own there."""
     specs: Callable[..., dict[str, ParamSpec]] = decoder_specs
     """(config, *, std, scaling_method, sequence_parallel) -> every parameter by global name, in the model's order."""
     layer_kinds: Callable[[ModelConfig], Sequence[str]] = decoder_layers
@@ -49,3 +41,7 @@ class Family:
     """(config, kind, tokens) -> FLOPs of a layer's forward over one sequence, without a window."""
     chunk: Callable[[], type[DecoderChunk]] = decoder_chunk
     """The class of its pipeline chunks; a function, since torch is imported only where a model is built."""
+
+    def hugging_face_of(self, config: ModelConfig) -> HuggingFace | None:
+        """What a model of this family is in a Hugging Face folder."""
+        return self.hugging_face if config.moe_config is None else self.hugging_face_sparse

@@ -2,6 +2,9 @@
 
 layers.0.attn.kv.weight [2, kv·e, d]    Hugging Face:      [0] = k_proj.weight        [1] = v_proj.weight
                                         Hugging Face Nanotron: [0] = qkv_proj.weight[h·e : h·e + kv·e]  [1] = …
+
+layers.0.mlp.experts.gate_up.weight [E, 2, f, d]    Hugging Face: [3, 0] = experts.3.gate_proj.weight   [3, 1] = …
+                                            fused:  [:, 0] = experts.gate_up_proj[:, 0 : f]             [:, 1] = …
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from nanotron.models.families import family_of
+from nanotron.models.hf_facts import HFExperts
 from nanotron.models.hf_nanotron_names import hf_nanotron_name
 from nanotron.models.specs import EMBED, FINAL_NORM, HEAD
 from nanotron.parallel.params import Box, ParamSpec
@@ -18,28 +23,41 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """Rows [row, …) of a foreign tensor, which hold ``box`` of one of our parameters.
+    """Rows [row, …) on dim ``row_dim`` of a foreign tensor, which hold ``box`` of one of our parameters.
 
-    ``stacked``: our box has a leading dim of size 1 that the foreign tensor lacks. ``rotary``: the rows are channels of
-    heads in half-split order (i, i + e/2), which our parameter holds interleaved (2i, 2i + 1).
+    ``lacks``: dims of ours, of size 1 in the box, that the foreign tensor does not have. ``rotary``: the rows are
+    channels of heads in half-split order (i, i + e/2), which our parameter holds interleaved (2i, 2i + 1).
     """
 
     tensor: str
     box: Box
     row: int = 0
-    stacked: bool = False
+    row_dim: int = 0
+    lacks: tuple[int, ...] = ()
     rotary: bool = False
 
     def foreign(self, shared: Box) -> Box:
         """Where ``shared``, which lies in our box, is in the foreign tensor."""
-        first = 1 if self.stacked else 0
-        offset = [s - o for s, o in zip(shared.offset, self.box.offset, strict=True)][first:]
-        offset[0] += self.row
-        return Box(tuple(offset), shared.shape[first:])
+        kept = [dim for dim in range(len(shared.shape)) if dim not in self.lacks]
+        offset = [shared.offset[dim] - self.box.offset[dim] for dim in kept]
+        offset[self.row_dim] += self.row
+        return Box(tuple(offset), tuple(shared.shape[dim] for dim in kept))
 
 
-def hugging_face_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, list[Part]]:
-    """The tensors of a Hugging Face Llama, Mistral, Qwen2 or Qwen3 that each parameter is made of."""
+FUSED = ".mlp.experts.gate_up_proj"
+"""Ends the names of transformers' own tensors of all of a layer's experts; others store each expert's by itself."""
+
+
+def hugging_face_parts(
+    config: ModelConfig, specs: Mapping[str, ParamSpec], *, fused: bool = False
+) -> dict[str, list[Part]]:
+    """The tensors of a Hugging Face model that each parameter is made of.
+
+    ``fused``: a layer's experts are stacked, as transformers has them in memory, and stores them when asked to.
+    """
+    facts = family_of(config).hugging_face_of(config)
+    experts = (facts and facts.experts) or HFExperts()
+    block = "mlp" if fused else experts.block
     ends = {EMBED: "model.embed_tokens.weight", FINAL_NORM: "model.norm.weight", HEAD: "lm_head.weight"}
     whole = {
         "attn_norm": "input_layernorm",
@@ -49,10 +67,14 @@ def hugging_face_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> d
         "attn.k_norm": "self_attn.k_norm",
         "mlp_norm": "post_attention_layernorm",
         "mlp.down": "mlp.down_proj",
+        "mlp.router": f"{block}.gate",
+        "mlp.shared.down": f"{block}.shared_expert.down_proj",
+        "mlp.shared_gate": f"{block}.shared_expert_gate",
     }
     stacked = {
         "attn.kv": ("self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "mlp.shared.gate_up": (f"{block}.shared_expert.gate_proj", f"{block}.shared_expert.up_proj"),
     }
     turned = {"attn.q", "attn.q_norm", "attn.k_norm"} if config.rope_interleaved else set()
 
@@ -61,11 +83,14 @@ def hugging_face_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> d
             return [Part(ends[spec.name], _whole(spec))]
         layer, module, kind = _split(spec.name)
         prefix = f"model.layers.{layer}"
+        if module.startswith("mlp.experts."):
+            name = f"{prefix}.{block}.experts"
+            return _fused_parts(spec, name) if fused else _expert_parts(spec, name, experts.matrices)
         if module in whole:
             return [Part(f"{prefix}.{whole[module]}.{kind}", _whole(spec), rotary=module in turned)]
         keys = module == "attn.kv" and config.rope_interleaved
         return [
-            Part(f"{prefix}.{name}.{kind}", _slice(spec, i), stacked=True, rotary=keys and i == 0)
+            Part(f"{prefix}.{name}.{kind}", _slice(spec, 0, i), lacks=(0,), rotary=keys and i == 0)
             for i, name in enumerate(stacked[module])
         ]
 
@@ -82,9 +107,31 @@ def hf_nanotron_parts(config: ModelConfig, specs: Mapping[str, ParamSpec]) -> di
         if module not in first_row:
             return [Part(name, _whole(spec))]
         row, rows = first_row[module], spec.shape[1]
-        return [Part(name, _slice(spec, i), row=row + i * rows, stacked=True) for i in range(2)]
+        return [Part(name, _slice(spec, 0, i), row=row + i * rows, lacks=(0,)) for i in range(2)]
 
     return {name: parts(spec) for name, spec in specs.items()}
+
+
+def _expert_parts(spec: ParamSpec, name: str, matrices: tuple[str, str, str]) -> list[Part]:
+    """Of gate_up [E, 2, f, d] or down [E, d, f]: a tensor of each expert for each matrix."""
+    gate, up, down = matrices
+    first = range(spec.shape[0])
+    if len(spec.shape) == 3:
+        return [Part(f"{name}.{i}.{down}.weight", _slice(spec, 0, i), lacks=(0,)) for i in first]
+    matrix = Box((0, 0, 0, 0), (1, 1, *spec.shape[2:]))
+    return [
+        Part(f"{name}.{i}.{part}.weight", matrix._replace(offset=(i, j, 0, 0)), lacks=(0, 1))
+        for i in first
+        for j, part in enumerate((gate, up))
+    ]
+
+
+def _fused_parts(spec: ParamSpec, name: str) -> list[Part]:
+    """Of gate_up [E, 2, f, d], which is [E, 2·f, d] there, or down [E, d, f]."""
+    if len(spec.shape) == 3:
+        return [Part(f"{name}.down_proj", _whole(spec))]
+    f = spec.shape[2]
+    return [Part(f"{name}.gate_up_proj", _slice(spec, 1, i), row=i * f, row_dim=1, lacks=(1,)) for i in range(2)]
 
 
 def _split(name: str) -> tuple[int, str, str]:
@@ -98,5 +145,10 @@ def _whole(spec: ParamSpec) -> Box:
     return Box((0,) * len(spec.shape), spec.shape)
 
 
-def _slice(spec: ParamSpec, index: int) -> Box:
-    return Box((index, *(0 for _ in spec.shape[1:])), (1, *spec.shape[1:]))
+def _slice(spec: ParamSpec, dim: int, index: int) -> Box:
+    whole = _whole(spec)
+    return Box(_with(whole.offset, dim, index), _with(whole.shape, dim, 1))
+
+
+def _with(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
