@@ -184,8 +184,8 @@ def test_windows_of_sparse_families_are_transformers_and_go_out_again(theirs, wi
     [
         ({"mlp_only_layers": [0, 1, 2]}, "model_type='qwen3_moe' with experts in none of 3 layers is not available"),
         ({"num_hidden_layers": 10_000_000}, "experts in some of 10000000 layers is not available here"),
-        ({"num_local_experts": 10**9}, "num_experts=1000000000 in 3 layers of its config is another model's"),
-        ({"num_local_experts": 7}, "model.layers.0.mlp.gate.weight has shape [8, 32], the model's config needs [7, 32]"),
+        ({"num_local_experts": 10_000}, "num_experts=10000 in 3 layers of its config is another model's"),
+        ({"num_local_experts": 7}, "layers.0.mlp.gate.weight has shape [8, 32], the model's config needs [7, 32]"),
         ({"num_local_experts": 9}, "it has no model.layers.0.mlp.experts.8.gate_proj.weight"),
         ({"norm_topk_prob": "yes"}, 'norm_topk_prob is "yes": Input should be a valid boolean'),
         ({"moe_intermediate_size": None}, "moe_config.moe_intermediate_size: "),

@@ -14,7 +14,7 @@ from nanotron.checkpoint.read import CheckpointTensors, fill, read_box, source_k
 from nanotron.checkpoint.safetensors import DTYPES
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
 from nanotron.checkpoint.verify import refuse_damage
-from nanotron.convert.folders import HUGGING_FACE, OURS, kind_of
+from nanotron.convert.folders import HF_NANOTRON, OURS, kind_of
 from nanotron.convert.schema import WEIGHT_MAP, read_json
 from nanotron.errors import ConfigError, shorten
 from nanotron.logging import get_logger
