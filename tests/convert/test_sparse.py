@@ -17,7 +17,8 @@ from nanotron.batch import Batch
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.write import Saver
 from nanotron.convert.exporting import export_hf
-from nanotron.convert.importing import import_weights, parse_model_config, read_model_config, starter_config
+from nanotron.convert.folders import parse_model_config, read_model_config
+from nanotron.convert.importing import import_weights, starter_config
 from nanotron.convert.sources import load_weights
 from nanotron.errors import ConfigError
 from nanotron.generate.decode import Decoder
