@@ -29,6 +29,8 @@ class Contender:
     """SCHED_BATCH, which keeps gloo's threads from spinning against the thread they serve; unused by one process."""
     keep_freed_memory: bool = False
     """glibc's settings that ours makes on a CPU: large tensors are not handed back to the system and paged in anew."""
+    alone: bool = False
+    """One process has the threads of all."""
     warm_up: int = 2
     """Steps before the first round, which are not counted."""
 
@@ -87,6 +89,7 @@ COMPILED = ours("ours, compile", config={"model.compile": True})
 PLAIN = Contender("plain loop", "bench.peers.plain", environment="torch")
 HUGGING_FACE = Contender("transformers", "bench.peers.hugging_face", environment="transformers")
 
+EXPERTS = Contender("transformers", "bench.peers.hugging_face", environment="transformers", alone=True)
 DDP = Contender("DDP", "bench.peers.ddp", environment="torch")
 RING = Contender("ring attention", "bench.peers.ring", environment="torch")
 
@@ -203,6 +206,22 @@ SUBJECTS = {
     ),
     "cp2": cut_rows(4096),
     "cp2-8k": cut_rows(8192),
+    "moe2": Subject(
+        "Sixteen experts, of which a token uses four, shared by two replicas, float32",
+        [
+            ours(layout={"dp": 2, "expert_parallel_size": 2}),
+            ours("ours, MKL", layout={"dp": 2, "expert_parallel_size": 2}, onednn=False),
+            replace(ours("ours, one process"), alone=True),
+            EXPERTS,
+            keeping_memory(EXPERTS),
+            *(
+                replace(EXPERTS, name=f"transformers, {name}", options={"experts": name})
+                for name in ("eager", "batched_mm")
+            ),
+        ],
+        world=2,
+        shape={"num_experts": 16},
+    ),
     "pp2": Subject(
         "Two pipeline stages, float32",
         [

@@ -18,7 +18,7 @@ from nanotron.launch.place import keep_freed_memory
 from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
-from nanotron.training.topology import mesh_axes
+from nanotron.training.topology import mesh_axes, parameter_specs
 
 MODEL = [
     "hidden_size",
@@ -51,6 +51,10 @@ def config_of(asked: dict[str, Any]) -> Config:
             "learning_rate_scheduler": {"learning_rate": LEARNING_RATE},
         },
     }
+    if shape.num_experts:
+        names = ("num_experts", "top_k", "moe_intermediate_size")
+        moe = {name: getattr(shape, name) for name in names} | {"normalize_top_k": True, "router_aux_loss_coef": 0}
+        values["model"]["model_config"] |= {"is_qwen3_config": True, "moe_config": moe}
     for key, value in asked.get("config", {}).items():
         *sections, name = key.split(".")
         section = values
@@ -69,7 +73,7 @@ def main() -> None:
     if config.parallelism.world_size > 1:
         dist.init_process_group("gloo")
         mesh = Mesh(mesh_axes(config), dist.get_rank())
-        mesh.create_groups()
+        mesh.create_groups({spec.reduce_axes(mesh) for spec in parameter_specs(config).values()})
     shape = Shape(**asked["shape"])
     size = (shape.micro_batch_size, shape.sequence_length)
     positions = torch.arange(shape.sequence_length).expand(size)

@@ -48,14 +48,15 @@ class Running:
     """The processes of one contender."""
 
     def __init__(self, contender: Contender, subject: Subject, shape: Shape, folder: Path) -> None:
-        asked = {"shape": asdict(shape), "dtype": subject.dtype, "threads": subject.threads}
-        asked |= {"batch_policy": contender.batch_policy and subject.world > 1, **contender.options}
+        world, threads = (1, subject.world * subject.threads) if contender.alone else (subject.world, subject.threads)
+        asked = {"shape": asdict(shape), "dtype": subject.dtype, "threads": threads}
+        asked |= {"batch_policy": contender.batch_policy and world > 1, **contender.options}
         command = [python_of(contender.environment), "-m", contender.module, json.dumps(asked)]
-        shared = process_environment(threads=subject.threads, keep_freed_memory=contender.keep_freed_memory)
-        shared |= {"WORLD_SIZE": str(subject.world), "LOCAL_WORLD_SIZE": str(subject.world)}
+        shared = process_environment(threads=threads, keep_freed_memory=contender.keep_freed_memory)
+        shared |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
         shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         name = re.sub(r"\W+", "-", contender.name)
-        self._logs = [folder / f"{name}.{rank}.txt" for rank in range(subject.world)]
+        self._logs = [folder / f"{name}.{rank}.txt" for rank in range(world)]
         self._processes = []
         for rank, path in enumerate(self._logs):
             with path.open("w") as log:

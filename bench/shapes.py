@@ -21,6 +21,9 @@ class Shape:
     micro_batch_size: int = 4
     num_microbatches: int = 4
     """Of the whole batch: with more replicas each has fewer."""
+    num_experts: int = 0
+    """Of every layer, which 0 leaves dense: a Qwen3 whose tokens use ``top_k``, together as wide as the dense MLP."""
+    top_k: int = 4
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10000.0
 
@@ -28,6 +31,11 @@ class Shape:
     def head_dim(self) -> int:
         """Size of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        """Inner width of an expert."""
+        return self.intermediate_size // self.top_k
 
     @property
     def tokens_per_step(self) -> int:

@@ -25,7 +25,7 @@ from bench.first_step import (
 from bench.ours import config_of
 from bench.peers.pipelining import layers_of_stages
 from bench.runner import Running
-from bench.shapes import SHAPES
+from bench.shapes import SHAPES, Shape
 from nanotron.metrics.record import step_line
 from nanotron.training.topology import layers_of_stages as our_layers_of_stages
 
@@ -38,9 +38,9 @@ def test_the_peers_pipeline_is_cut_as_ours(schedule: str, shape: str) -> None:
     assert layers_of_stages(SHAPES[shape], schedule, 2) == ours
 
 
-def losses(contender: Contender, folder: Path, *, world: int = 2) -> list[float]:
+def losses(contender: Contender, folder: Path, *, world: int = 2, shape: Shape = SHAPES["tiny"]) -> list[float]:
     """Of four steps on some processes, with what this interpreter has installed."""
-    running = Running(replace(contender, environment=None), Subject("", [], world=world), SHAPES["tiny"], folder)
+    running = Running(replace(contender, environment=None), Subject("", [], world=world), shape, folder)
     try:
         running.wait_ready()
         return running.make_steps(4)["losses"]
@@ -77,6 +77,16 @@ def test_ring_attention_trains_as_whole_rows_do(tmp_path: Path) -> None:
     for one in SUBJECTS["cp2"].contenders:
         if one.module == "bench.ours":
             assert losses(one, tmp_path) == pytest.approx(ours_whole, rel=1e-5), one.name
+
+
+@pytest.mark.nightly
+def test_experts_train_the_same_shared_by_two_replicas_and_on_one_process_as_transformers_do(tmp_path: Path) -> None:
+    subject = SUBJECTS["moe2"]
+    two, _, one, peer, *_ = subject.contenders
+    shape = replace(SHAPES["tiny"], **subject.shape)
+    found = [losses(contender, tmp_path, shape=shape) for contender in (two, one, peer)]
+    assert all(map(started_untrained_and_learnt, found))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 @pytest.mark.nightly

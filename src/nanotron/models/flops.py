@@ -26,9 +26,11 @@ def decoder_layer_flops(model: ModelConfig, kind: str, sequence_length: int) -> 
 
 def mlp_flops(model: ModelConfig, kind: str, sequence_length: int) -> int:
     """FLOPs of the second half of a layer: gate, up and down; of experts, those that a token uses."""
-    tokens, moe = sequence_length * model.hidden_size, model.moe_config
-    if kind != "sparse" or moe is None:
+    tokens = sequence_length * model.hidden_size
+    if kind != "sparse":
         return 6 * tokens * model.intermediate_size
+    moe = model.moe_config
+    assert moe is not None
     shared = moe.shared_expert_intermediate_size if moe.enable_shared_expert else 0
     return 2 * tokens * moe.num_experts + 6 * tokens * (moe.top_k * moe.moe_intermediate_size + shared)
 
