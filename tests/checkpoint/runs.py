@@ -11,14 +11,22 @@ import torch
 
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.write import Saver
-from nanotron.config import get_config_from_dict
+from nanotron.config import Config, get_config_from_dict
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
-from nanotron.training.topology import mesh_axes
+from nanotron.training.topology import mesh_axes, parameter_specs
 from nanotron.training.trainer import train
 from tests.checkpoint.read_checkpoint import read_tensor
 
 KEPT = ("step", "lm_loss", "grad_norm", "lr", "consumed_samples", "consumed_tokens")
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "moe_intermediate_size": 16,
+    "router_z_loss_coef": 0.01,
+    "bias_update_rate": 0.01,
+    "layers": [1, 2],
+}
+"""Of a ``moe_config`` whose routers keep biases."""
 SAMPLES = 12  # of a batch; dp divides it
 
 
@@ -60,13 +68,26 @@ def values_of(folder: Path | str, layout: tuple[int, int, int] = (1, 1, 1), **ch
     return values
 
 
+def sparse_values_of(folder: Path | str, layout: tuple[int, int, int], ep: int, **changes: Any) -> dict[str, Any]:
+    """``values_of`` a model with experts, which ``ep`` replicas share."""
+    values = values_of(folder, layout, parallelism__expert_parallel_size=ep, **changes)
+    values["model"]["model_config"]["moe_config"] = EXPERTS
+    return values
+
+
+def mesh_of(config: Config, rank: int) -> Mesh:
+    """A rank's mesh with the groups that a run creates."""
+    mesh = Mesh(mesh_axes(config), rank)
+    mesh.create_groups({spec.reduce_axes(mesh) for spec in parameter_specs(config).values()})
+    return mesh
+
+
 def run(rank: int, world: int, values: dict[str, Any]) -> int:
     """Train in this worker as one rank; returns the exit code."""
     import torch.distributed as dist
 
     config = get_config_from_dict(values)
-    mesh = Mesh(mesh_axes(config), rank)
-    mesh.create_groups()
+    mesh = mesh_of(config, rank)
     store = dist.distributed_c10d._get_default_store() if world > 1 else None
     return train(config, mesh, torch.device("cpu"), store=store)
 
@@ -76,8 +97,7 @@ def save_again(rank: int, world: int, values: dict[str, Any], source: str, targe
     import torch.distributed as dist
 
     config = get_config_from_dict(values)
-    mesh = Mesh(mesh_axes(config), rank)
-    mesh.create_groups()
+    mesh = mesh_of(config, rank)
     training = Training(config, mesh, torch.device("cpu"))
     load(source, training.state_shards())
     saver = Saver(target, rank, world, dist.distributed_c10d._get_default_store() if world > 1 else None)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanotron.checkpoint.inspect import inspect_checkpoint
 from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.storage import LocalFolder
 from nanotron.checkpoint.write import Saver
@@ -26,7 +27,16 @@ from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.training import trainer
 from nanotron.training.control import ControlWord, Outcome
-from tests.checkpoint.runs import different, metrics_of, run, save_again, tensors_of, values_of
+from tests.checkpoint.runs import (
+    EXPERTS,
+    different,
+    metrics_of,
+    run,
+    save_again,
+    sparse_values_of,
+    tensors_of,
+    values_of,
+)
 from tests.convert.models import save_hugging_face
 
 
@@ -144,6 +154,52 @@ def test_context_parallelism_leaves_no_trace_in_a_checkpoint_and_resumes_bit_for
     assert pool.run(1, save_again, values[1], saved, str(alone)) == [[]]
     assert pool.run(2, save_again, values[2], str(alone / "1"), str(back)) == [[]] * 2
     assert different(saved, alone / "1") == different(saved, back / "1") == []
+
+
+def test_experts_go_on_bit_for_bit_and_move_to_any_layout(pool, tmp_path: Path) -> None:
+    shared = ((2, 2, 1), 2)
+    straight, stopped = (sparse_values_of(tmp_path / name, *shared) for name in ("straight", "stopped"))
+    for values in (straight, stopped):
+        values["model"]["dtype"] = "bfloat16"
+    assert pool.run(4, run_in, str(tmp_path), straight) == [codes.DONE] * 4
+    assert pool.run(4, run_in, str(tmp_path), stopped, 3) == [codes.PREEMPTED] * 4
+    assert pool.run(4, run_in, str(tmp_path), stopped) == [codes.DONE] * 4
+    assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "straight")
+    files = [(tmp_path / name / "expert_loads.jsonl").read_text() for name in ("straight", "stopped")]
+    assert files[0] == files[1]
+    assert files[0].count("\n") == 8
+    saved = tmp_path / "stopped" / "8"
+    assert different(saved, tmp_path / "straight" / "8") == []
+
+    stored = json.loads((saved / "index.json").read_text())["tensors"]
+    bias = "layers.1.mlp.router.bias"
+    assert stored[f"weight/{bias}"]["dtype"] == "F32"
+    assert stored["weight/layers.1.mlp.router.weight"]["dtype"] == "BF16"
+    assert {name for name in stored if name.endswith(bias)} == {f"weight/{bias}"}, "a bias that balances has no moments"
+    assert any(line.split()[:3] == [f"weight/{bias}", "8", "F32"] for line in inspect_checkpoint(str(saved)))
+    values_there = tensors_of(saved)[f"weight/{bias}"]
+    assert values_there.any()
+    assert not np.array_equal(values_there, torch.tensor(values_there).bfloat16().float().numpy()), "no bits to lose"
+
+    source, moved = saved, [((4, 1, 1), 4), ((1, 2, 1), 1), ((1, 1, 1), 1), shared]
+    for number, (layout, ep) in enumerate(moved):
+        values, target = sparse_values_of("unused", layout, ep, model__dtype="bfloat16"), tmp_path / str(number)
+        world = math.prod(layout)
+        assert pool.run(world, save_again, values, str(source), str(target)) == [[]] * world
+        source = target / "1"
+        assert different(saved, source) == [], f"(dp, tp, pp) = {layout}, ep {ep}"
+
+    weights = sparse_values_of(tmp_path / "weights", (1, 1, 1), 1, model__dtype="bfloat16", tokens__train_steps=1)
+    weights["checkpoints"] |= {
+        "load_optimizer": False,
+        "load_lr_scheduler": False,
+        "resume_checkpoint_path": str(saved),
+    }
+    weights["checkpoints"] |= {"checkpoint_interval": 1}
+    weights["optimizer"]["learning_rate_scheduler"] = {"learning_rate": 1e-30}
+    weights["model"]["model_config"]["moe_config"] = EXPERTS | {"bias_update_rate": 0.0}
+    assert pool.run(1, run, weights) == [codes.DONE]
+    assert not [name for name in different(saved, tmp_path / "weights" / "1") if name.startswith("weight/")]
 
 
 @pytest.mark.parametrize(("before", "after"), [("float32", "bfloat16"), ("bfloat16", "float32")])

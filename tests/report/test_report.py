@@ -38,6 +38,10 @@ def row(step: int) -> dict[str, Any]:
     numbers |= {"lr": 3e-4 * min(1, step / 20), "consumed_tokens": 4096 * step, "consumed_samples": 32 * step}
     numbers |= {"time_per_iteration_ms": 500.0 + step % 7, "tokens_per_sec": 8192.0 - step % 50, "memory_gib": 1.25}
     numbers |= {"tokens_per_sec_per_device": 1024.0, "model_tflops_per_device": 0.1, "stage": "main"}
+    if step % 10 == 0:
+        numbers |= {"expert_load": 3.0, "expert_load_layer": 1, "router_entropy": 0.75, "dropped_tokens": 0}
+        numbers |= {f"expert_load/layers.{layer}": 1.5 + layer for layer in range(2)}
+        numbers |= {f"router_entropy/layers.{layer}": 1 - layer / 2 for layer in range(2)}
     if step % 50 == 0:
         numbers |= {"val_loss": loss + 0.1, "validation_ms": 20e3}
     if step % 20 == 0:
@@ -51,11 +55,18 @@ def row(step: int) -> dict[str, Any]:
     return numbers
 
 
+def loads(step: int) -> dict[str, Any]:
+    """Twelve experts in each of two layers; those of the second collapse."""
+    collapsed = [max(0, 100 - step)] * 10 + [100 + 5 * min(step, 100)] * 2
+    return {"step": step, "layers.0": " ".join(["90", "110"] * 6), "layers.1": " ".join(map(str, collapsed))}
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run directory with everything that a report can show."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 201)))
+    (folder / "expert_loads.jsonl").write_text("".join(json.dumps(loads(10 * n)) + "\n" for n in range(1, 21)))
     general = "general:\n  project: a <b>bold</b> project\n  run: a <i>run</i>\n"
     (folder / "config.yaml").write_text(general + "tokens:\n  train_steps: 400\n")
     environment = {"host": "here", "layout": {"pp": 2, "dp": 2, "cp": 1, "tp": 1}, "device": "a CPU", "cores": 2}
@@ -108,6 +119,8 @@ def test_the_title_is_the_projects_name_which_stays_on_resume_and_names_are_text
         "step 150: loss spike, 5.04043 where 2.",
         "step 170: the loss or the gradient norm is not finite",
         "rank 1 on here: OSError: disk full",
+        "experts of layer 1: at the end the busiest, 10, gets 6.00 times an even load, and 10 of 12 get nothing",
+        "layer 0: 0.90 to 1.10 times an even load",
         "rank 3 was the slowest in 10 of 10 looks at all ranks",
         "200 of 400",
         "<span>validating and saving</span><b>1m20s</b>",
@@ -134,7 +147,35 @@ def test_charts_are_drawn_for_what_the_run_has_and_no_other(page: str) -> None:
         "Gradient norm by layer",
         "Update-to-weight ratio by layer",
         "Activation norm by layer, of a token",
+        "Load of the busiest expert by layer, 1 is even",
+        "Router entropy by layer, 1 is all experts alike",
+        "Load of layer × expert, at the end",
+        "Load of expert × step, layer 1",
+        "Load of expert × step, layer 0",
     ]
+
+
+def test_a_heat_map_has_each_cell_once_in_the_colour_of_its_load(page: str) -> None:
+    drawing = page.partition("layer × expert, at the end")[2].partition("</svg>")[0]
+    boxes = {
+        colour: [tuple(map(int, box)) for box in re.findall(r"M(\d+) (\d+)h(\d+)v1h-\3z", path)]
+        for colour, path in re.findall(r'<path fill="(#\w+)" d="(.*?)"', drawing)
+    }
+    assert boxes == {"#e9edf1": [(0, 0, 12)], "#0b2f57": [(0, 1, 10)], "#a51f0b": [(10, 1, 2)]}
+    drawing = page.partition("expert × step, layer 1")[2].partition("</svg>")[0]
+    cells = sum(int(length) for length in re.findall(r"h(\d+)v1", drawing))
+    assert cells == 12 * 20
+
+
+def test_the_largest_model_s_heat_maps_stay_small(tmp_path: Path) -> None:
+    numbers = np.random.default_rng(0).integers(0, 700, (200, 48, 128))
+    lines = (
+        {"step": n, **{f"layers.{i}": " ".join(map(str, x)) for i, x in enumerate(row)}}
+        for n, row in enumerate(numbers)
+    )
+    (tmp_path / "expert_loads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
+    assert len(write_report(tmp_path).read_bytes()) < 2**20
 
 
 def test_the_plainest_run_has_a_report_too(tmp_path: Path) -> None:
@@ -172,15 +213,21 @@ def test_no_damage_to_a_run_s_files_is_more_than_a_line(run: Path, tmp_path: Pat
     folder = shutil.copytree(run, tmp_path / "run")
     further = re.compile(r".*/layers\.[123]")  # layer 0 stands for all of them
     rows = [{key: value for key, value in row(step).items() if not further.match(key)} for step in (1, 20)]
-    metrics = folder / "metrics.jsonl"
+    metrics, experts = folder / "metrics.jsonl", folder / "expert_loads.jsonl"
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    experts.write_text("".join(json.dumps(loads(step)) + "\n" for step in (10, 20)))
     others = [path for path in folder.rglob("*.json") if not path.name.endswith("5-rank-1.json")]
     documents: dict[Path, Any] = {path: json.loads(path.read_text()) for path in others}
     documents |= {folder / "config.yaml": yaml.safe_load((folder / "config.yaml").read_text()), metrics: rows[1]}
+    documents[experts] = loads(20)
     refused = []
     for path, whole in documents.items():
         content = path.read_bytes()
-        first = json.dumps(rows[0]).encode() + b"\n" if path == metrics else b""
+        first = (
+            json.dumps({metrics: rows[0], experts: loads(10)}[path]).encode() + b"\n"
+            if path.suffix == ".jsonl"
+            else b""
+        )
         changed = (replaced(whole, place, value) for place in places(whole) for value in HOSTILE)
         for damaged in [*GARBAGE, *(json.dumps(value).encode() for value in changed)]:
             path.write_bytes(first + damaged + (b"\n" if first else b""))
@@ -255,7 +302,7 @@ def test_a_browser_shows_every_chart_where_it_belongs(page: str, tmp_path: Path)
     seen = json.loads(attribute)
     assert seen["failed"] == [], "the page asked for something outside"
     assert seen["overflow"] <= 0, "the page is wider than the window"
-    assert len(seen["charts"]) == 11
+    assert len(seen["charts"]) == 16
     for chart in seen["charts"]:
         left, top, right, bottom = chart["box"]
         assert right - left > 400, chart["name"]

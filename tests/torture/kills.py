@@ -17,10 +17,11 @@ import pytest
 
 from nanotron.checkpoint.resume import newest_complete
 from nanotron.launch import codes
-from tests.checkpoint.runs import different, metrics_of, run, values_of
+from tests.checkpoint.runs import different, metrics_of, run, sparse_values_of
 from tests.pool import CaseFailed, Pool
 
 LAYOUT = (2, 2, 1)
+EXPERT_RANKS = 2
 WORLD = 4
 INTERVAL = 2
 
@@ -117,8 +118,9 @@ def torture(pool: Pool, folder: Path, kills_per_phase: int, seed: int = 0, tell:
     random_numbers.shuffle(others)
     kills = [first, *others]
     steps = INTERVAL * (2 * len(kills) + 4)
+    options = {"tokens__train_steps": steps, "checkpoints__checkpoint_interval": INTERVAL}
     plain, killed = (
-        values_of(folder / name, LAYOUT, tokens__train_steps=steps, checkpoints__checkpoint_interval=INTERVAL)
+        sparse_values_of(folder / name, LAYOUT, EXPERT_RANKS, **options)  # some of its layers are dense
         for name in ("plain", "killed")
     )
     assert pool.run(WORLD, run, plain, timeout=3600) == [codes.DONE] * WORLD

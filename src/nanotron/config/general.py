@@ -186,6 +186,12 @@ class MetricsLoggingArgs:
     straggler_interval: Int | None = key(
         100, "Steps from one line about the slowest and the fullest rank to the next; null: no such lines.", gt=0
     )
+    expert_interval: Int | None = key(
+        None,
+        "Steps from one record of every expert's load to the next, in models that have experts; null: about 200 records"
+        " in a run.",
+        gt=0,
+    )
 
 
 @section

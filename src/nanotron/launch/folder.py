@@ -4,7 +4,7 @@
   config.yaml         the config with every default filled in
   environment.json    machine, versions, layout, threads
   tokenizer.json      the tokenizer of the data, and what else says how it is used
-  metrics.jsonl  tensorboard/  traces/  failures/
+  metrics.jsonl  expert_loads.jsonl  tensorboard/  traces/  failures/
   .lock               who is at work here (and in the folder of the checkpoints, where that is another)
 """
 
@@ -157,7 +157,7 @@ def environment(mesh: Mesh, device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
         "device": _cpu_model() if is_cpu else torch.get_device_module(device).get_device_name(device),
-        "layout": {axis: mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")},
+        "layout": mesh.layout(),
         "packages": {name: version(name) for name in PACKAGES},
     }
 

@@ -211,7 +211,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
         reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
         mesh.create_groups(reductions, holders, timeout, rows=may_stream(config))
-    axes = ["dp", *["cp"] * (mesh.size("cp") > 1), "tp", "pp"]
+    axes = ["dp", *(axis for axis in ("ep", "cp") if mesh.size(axis) > 1), "tp", "pp"]
     layout = " ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     between = f", {backend}" if place.world > 1 else ""
     logger.info("%s on %s%s, threads per rank: %d", layout, device, between, torch.get_num_threads())

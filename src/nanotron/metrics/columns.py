@@ -5,6 +5,10 @@ VALIDATION_MS, SAVING_MS = "validation_ms", "saving_ms"
 APART = (VALIDATION_MS, SAVING_MS)
 """What a step's time leaves out."""
 
+EXPERT_LOAD, EXPERT_LOAD_LAYER = "expert_load", "expert_load_layer"
+ROUTER_ENTROPY, DROPPED_TOKENS = "router_entropy", "dropped_tokens"
+"""Of sparse models. Some steps have the first and the third of each layer too: ``expert_load/layers.0``."""
+
 # Only measured steps have these: ``update_ratio/layers.0.attn.q.weight``, ``slowest_rank``.
 
 WEIGHT_NORM = "weight_norm"

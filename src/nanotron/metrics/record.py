@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.logging import get_logger, human_duration, human_format
 from nanotron.metrics.columns import (
+    EXPERT_LOAD,
     FULLEST_RANK,
     FULLEST_RANK_GIB,
     MEDIAN_RANK_MS,
@@ -16,6 +17,7 @@ from nanotron.metrics.columns import (
     TIME_MS,
 )
 from nanotron.metrics.devices import find_device
+from nanotron.metrics.experts import ExpertUse, Told, worst_load
 from nanotron.metrics.memory import memory_gib
 from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases, read_rows
 from nanotron.metrics.spikes import LossSpikes
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 # The order of a row's keys; whatever else a step reports follows, in the order it was given.
-LEADING_KEYS = ("step", "lm_loss", "z_loss", "grad_norm", "lr", "consumed_tokens", "consumed_samples")
+LOSSES = ("lm_loss", "z_loss", "balance_loss", "router_z_loss")
+LEADING_KEYS = ("step", *LOSSES, "grad_norm", "lr", "consumed_tokens", "consumed_samples")
 STEP_LINE_START = "iteration: "
 
 
@@ -65,19 +68,25 @@ class Metrics:
         self._sinks = _open_sinks(config, run_dir, start_step) if mesh.rank == 0 else []
         self._failing: set[Sink] = set()
         self._spikes = LossSpikes()
+        sparse = mesh.rank == 0 and config.model.model_config.sparse_layers
+        self._experts = ExpertUse(config, run_dir, start_step) if sparse else None
         if mesh.rank == 0:
             for row in read_rows(run_dir / "metrics.jsonl"):  # a resumed run warns as one that never stopped
                 self._spikes.add(row["step"], row["lm_loss"], row.get("stage", ""))
 
-    def log(self, step: int, values: Mapping[str, float | int | str]) -> None:
+    def log(
+        self, step: int, values: Mapping[str, float | int | str], vectors: Mapping[str, Sequence[float]] | None = None
+    ) -> None:
         """Record one step everywhere; the console shows every ``logging.iteration_step_info_interval``-th.
 
-        There, time and rates are means since the line before.
+        There, time and rates are means since the line before. ``vectors``: what routers counted, in sparse models.
         """
         if self._mesh.rank != 0:
             return
         work = self._work(values)
         row = self._row(step, values, work)
+        experts = self._experts.step(step, vectors) if self._experts and vectors else None
+        row |= experts.columns if experts else {}
         for sink in self._sinks:
             self._attempt(sink, lambda sink=sink: sink.write(step, row))  # type: ignore[misc]
         last_step = self._config.tokens.last_step
@@ -93,10 +102,18 @@ class Metrics:
         spike = self._spikes.add(step, float(row["lm_loss"]), str(row["stage"]))
         if spike is not None:
             logger.warning(str(spike))
+        if self._experts and experts:
+            self._tell(step, self._experts.file, experts)
+
+    def _tell(self, step: int, file: Sink, experts: Told) -> None:
+        if (loads := experts.loads) is not None:
+            self._attempt(file, lambda: file.write(step, loads))
+        for line in experts.collapses:
+            logger.warning(line)
 
     def close(self) -> None:
         """Flush and close every sink."""
-        for sink in self._sinks:
+        for sink in [*self._sinks, *([self._experts.file] if self._experts else [])]:
             self._attempt(sink, sink.close)
 
     def _attempt(self, sink: Sink, action: Callable[[], None]) -> None:
@@ -150,6 +167,8 @@ def step_line(row: Mapping[str, Any], *, train_steps: int, batch_tokens: int, et
     if "val_loss" in row:
         parts["val_loss"] = f"{row['val_loss']:#.6g}"
     parts |= {key: human_format(row[key]) for key in ("z_loss", "grad_norm", "lr") if key in row}
+    if EXPERT_LOAD in row:
+        parts[EXPERT_LOAD] = worst_load(row)
     parts["model_tflops_per_device"] = human_format(row["model_tflops_per_device"])
     if "mfu" in row:
         parts["mfu"] = f"{100 * row['mfu']:.1f}%"

@@ -2,6 +2,7 @@
 
     <run_dir>/
       metrics.jsonl     one JSON object per step, exactly one per step ever
+      expert_loads.jsonl   of sparse models: each expert's load in some steps, for heat maps
       tensorboard/      event files; the steps after a resumed one are purged
       wandb/            Weights & Biases' own files, and the id under which a resumed run goes on
 
@@ -32,7 +33,9 @@ Row = dict[str, "float | int | str"]
 
 
 class JsonLines:
-    """``metrics.jsonl`` at full double precision; a number that is not finite becomes null (JSON knows none).
+    """``metrics.jsonl``, or another file of rows, at full double precision.
+
+    A number that is not finite becomes null (JSON knows none).
 
     What a full disk refuses is kept, and written before the next row: no row is lost or cut once there is room again.
     """

@@ -98,6 +98,11 @@ class Mesh:
             self._ranks_along[axes] = tuple(self._ravel(coords) for coords in product(*ranges))
         return self._ranks_along[axes]
 
+    def layout(self) -> dict[str, int]:
+        """The axes' sizes, as files of a run tell them; with that of ep, a part of dp, where experts are shared."""
+        axes = ("pp", "dp", *["ep"] * (self.size("ep") > 1), "cp", "tp")
+        return {axis: self.size(axis) for axis in axes}
+
     @property
     def num_replicas(self) -> int:
         """Ranks that each read rows of their own: the data-parallel replicas of the model."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanotron.logging import human_duration, human_format
 from nanotron.metrics.columns import APART, MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS, TIME_MS
+from nanotron.report.experts import expert_lines
 from nanotron.report.run import RunFiles
 
 MOST_LINES = 12  # of one kind
@@ -51,6 +52,7 @@ def health(run: RunFiles) -> Iterator[tuple[str, bool]]:
             yield f"… and {len(lines) - MOST_LINES} more like the last", True
     if not (failures or bad or spikes):
         yield "no failure, no loss spike, every loss and gradient norm finite", False
+    yield from expert_lines(run.expert_loads)
     looks = (SLOWEST_RANK, SLOWEST_RANK_MS, MEDIAN_RANK_MS)
     slow = [row for row in run.rows if all(row.get(key) is not None for key in looks)]
     if slow:

@@ -2,7 +2,7 @@
 
 facts      the run's last numbers at a glance
 health     spikes, numbers that were not finite, failures, the slowest rank
-charts     loss, learning rate, gradient norm, throughput, step time, memory, …; layers when they were measured
+charts     loss, learning rate, gradient norm, throughput, step time, memory, …; layers when they were measured; experts
 timeline   of the last traced step
 config and environment
 """
@@ -18,6 +18,7 @@ from typing import Any
 from nanotron.metrics.columns import FULLEST_RANK_GIB, MEDIAN_RANK_MS, SLOWEST_RANK_MS
 from nanotron.pipeline.draw import Panel, to_svg
 from nanotron.report.chart import legend, line_chart
+from nanotron.report.experts import expert_charts, heat_legend, heat_maps
 from nanotron.report.facts import facts, health
 from nanotron.report.layers import TITLES, layer_charts
 from nanotron.report.run import RunFiles, read_run
@@ -27,6 +28,7 @@ from nanotron.report.series import series_of
 CHARTS: tuple[tuple[str, bool, tuple[tuple[str, str], ...]], ...] = (
     ("Loss", False, (("lm_loss", "training loss"), ("val_loss", "validation loss"))),
     ("z-loss", False, (("z_loss", "z-loss"),)),
+    ("Router losses", False, (("balance_loss", "balance"), ("router_z_loss", "z-loss of routers"))),
     ("Learning rate", False, (("lr", "learning rate"),)),
     ("Gradient norm, before clipping", True, (("grad_norm", "gradient norm"),)),
     ("Tokens per second", False, (("tokens_per_sec", "tokens/s"),)),
@@ -101,6 +103,11 @@ def _sections(run: RunFiles) -> Iterator[str]:
             for title, s in layers.items()
         )
         yield '<h2>Layers</h2><section class="charts">' + "".join(figures) + "</section>"
+    if run.expert_loads:
+        lines = expert_charts(run.rows, run.expert_loads).items()
+        maps = [_figure(title, drawing, heat_legend()) for title, drawing in heat_maps(run.expert_loads)]
+        charts = [_figure(title, line_chart(s), legend(s)) for title, s in lines]
+        yield f'<h2>Experts</h2><section class="charts">{"".join(charts + maps)}</section>'
     if run.timeline is not None:
         step, timeline = run.timeline
         drawing = to_svg([Panel(f"{timeline.name}, measured in step {step}", timeline)], "s")

@@ -17,6 +17,7 @@ from nanotron.metrics.sinks import read_rows
 from nanotron.metrics.spikes import LossSpikes, Spike
 from nanotron.pipeline.timeline import Timeline
 from nanotron.pipeline.trace import MissingTrace, read_trace
+from nanotron.report.experts import Loads, read_loads
 from nanotron.untrusted import Count, checked, parse_json, parse_yaml
 
 T = TypeVar("T")
@@ -60,6 +61,8 @@ class RunFiles:
     failures: list[Failure]
     timeline: tuple[int, Timeline] | None
     """The last traced step and when each of its pipeline actions ran."""
+    expert_loads: list[Loads]
+    """Of a sparse model's run."""
 
     def spikes(self) -> list[Spike]:
         """The loss spikes that the run was warned of."""
@@ -83,6 +86,7 @@ def read_run(folder: Path) -> RunFiles:
         environment=_read(folder / "environment.json", lambda text: _checked(ENVIRONMENT, parse_json(text))) or {},
         failures=[failure for path in records if (failure := _read(path, failure_in))],
         timeline=_timeline(folder / "traces"),
+        expert_loads=read_loads(folder),
     )
 
 

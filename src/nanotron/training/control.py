@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class Outcome:
     """What only measured steps tell, by column of the step's row."""
     has_targets: bool = True
     """Whether any token of the global batch was a target; without one the losses are 0 and mean nothing."""
+    vectors: dict[str, list[float]] = field(default_factory=dict)
+    """The further sections, sums over all ranks."""
 
     @property
     def lm_loss(self) -> float:
@@ -101,10 +104,11 @@ class ControlWord:
 
     def read(self) -> Outcome:
         """Wait for the word and read it on the host."""
-        squared_norm, *values = self._word.tolist()
-        losses = dict(zip(self._loss_names, values, strict=False))
-        save, stop = values[len(losses) : len(losses) + 2]
+        numbers = iter(self._word.tolist())
+        values = {name: list(islice(numbers, len(section))) for name, section in self._sections.items()}
+        (squared_norm,), losses, (save, stop) = (values.pop(name) for name in ("squared_norm", "losses", "flags"))
         norm = squared_norm**0.5 if squared_norm >= 0 else squared_norm
         diagnostics = self.diagnostics.read() if self.diagnostics else {}
-        has_targets = any(losses.values()) or self._num_targets is None or self._num_targets.item() > 0
-        return Outcome(losses, norm, save > 0, stop > 0, diagnostics, has_targets)
+        has_targets = any(losses) or self._num_targets is None or self._num_targets.item() > 0
+        named = dict(zip(self._loss_names, losses, strict=True))
+        return Outcome(named, norm, save > 0, stop > 0, diagnostics, has_targets, vectors=values)

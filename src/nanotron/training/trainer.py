@@ -257,7 +257,7 @@ class Run:
         if made.val_loss is not None:
             values["val_loss"] = made.val_loss
         values |= made.time.columns() | outcome.diagnostics
-        self.metrics.log(made.step, values)
+        self.metrics.log(made.step, values, outcome.vectors)
         if not outcome.has_targets and not self._told_of_no_targets:
             self._told_of_no_targets = True
             logger.warning(
@@ -290,7 +290,7 @@ class Run:
             "optimizer_updates": float(self.training.optimizer.updates),
             "lr": self._learning_rate(self.step) if self.step else None,
             "data": self.feed.fingerprints(),
-            "layout": {axis: self.mesh.size(axis) for axis in ("pp", "dp", "cp", "tp")},
+            "layout": self.mesh.layout(),
             "threads_per_rank": torch.get_num_threads(),
             "device": _device_name(self.training.optimizer.updates.device),
             "versions": {name: version(name) for name in ("nanotron", "torch", "numpy")},
