@@ -95,7 +95,7 @@ def test_norms_and_ratios_are_those_of_the_tensors() -> None:
     before = {name: weight.detach().clone() for name, weight in weights.items()}
     batches = [to_walk(batch, case) for batch in feed.step(1).microbatches]
     outputs = []
-    training.chunks[0].layers[1].register_forward_hook(lambda block, inputs, output: outputs.append(output.detach()))
+    training.chunks[0].layers[1].register_forward_hook(lambda block, inputs, output: outputs.append(output[0].detach()))
     columns = training.step(1, batches).read().diagnostics
     feed.close()
     for name, weight in weights.items():
