@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
 from nanotron.config.model import Tokens
+from nanotron.data.tokenize.long_texts import PIECE, pieces
 from nanotron.errors import ConfigError
 from nanotron.untrusted import MAPPING, checked, parse_json
 
@@ -55,16 +56,28 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text that goes on."""
-        return [*self.begin, *self.tokenizer.encode(text, add_special_tokens=False).ids]
+        return [*self.begin, *self._tokens(text)]
 
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of whole documents; one without a token of its own has none at all."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        documents: list[list[int]] = [encoding.ids for encoding in encodings]
+        """The ids of whole documents; one without a token of its own has none at all. Raises NoCut."""
+        encodings = self.tokenizer.encode_batch_fast(
+            [text for text in texts if len(text) <= PIECE], add_special_tokens=False
+        )
+        whole = iter(encodings)
+        documents: list[list[int]] = [
+            next(whole).ids if len(text) <= PIECE else self._long(text, number) for number, text in enumerate(texts)
+        ]
         for ids in filter(None, documents):
             ids[:0] = self.begin
             ids += _ids(self.end)
         return documents
+
+    def _tokens(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def _long(self, text: str, number: int) -> list[int]:
+        return [token for piece in pieces(text, self._tokens, number) for token in self._tokens(piece)]
 
     def stops_with(self, model: int | list[int] | None) -> tuple[int, ...]:
         """`stops` and the model's own eos_token_id, which counts where no file says more, or says one of the same."""

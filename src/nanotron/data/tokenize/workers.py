@@ -26,11 +26,13 @@ from typing import Any, NamedTuple
 
 from nanotron.checkpoint.storage import LocalFolder, open_folder, read_text
 from nanotron.data.sources.documents import HubDataset, InputPart, Text, find_pieces, place_of, read_texts
+from nanotron.data.tokenize.long_texts import PIECE, NoCut
 from nanotron.data.tokenize.nanoset_writer import NanosetWriter, token_bytes_for
 from nanotron.data.tokenize.progress import COUNTERS, TokenizeProgress
 from nanotron.data.tokenize.tokenizer import (
     END_OF_TEXT,
     TOKENIZER,
+    TextTokenizer,
     files_of,
     kept_files,
     open_tokenizer,
@@ -229,8 +231,8 @@ def _training_texts(job: Job, pieces: Sequence[InputPart]) -> Iterator[str]:
     characters = 0
     for piece in pieces:
         for text, *_ in read_texts(piece, job.column, job.hub):
-            if text:
-                yield text
+            if text:  # a long one in pieces, cut anywhere: it is only counted
+                yield from (text[start : start + PIECE] for start in range(0, len(text), PIECE))
             characters += len(text)
             if characters > BPE_TRAINING_CHARACTERS:
                 return
@@ -299,7 +301,7 @@ def _write_shard(shard: _Shard, path: str, counters: SynchronizedArray[int]) -> 
     with NanosetWriter(path, tokenizer=name, token_bytes=token_bytes) as writer:
         for batch in _batches(shard):
             before = writer.num_tokens
-            documents = tokenizer.documents([read.text.text for read in batch])
+            documents = _tokens(tokenizer, batch, shard)
             empty += [read for read, document in zip(batch, documents, strict=True) if not document]
             mended += sum(read.text.is_mended for read in batch)
             documents = [document for document in documents if document]
@@ -314,6 +316,14 @@ def _write_shard(shard: _Shard, path: str, counters: SynchronizedArray[int]) -> 
         "first_empty": first,
         "mended": mended,
     }
+
+
+def _tokens(tokenizer: TextTokenizer, batch: Sequence[_Read], shard: _Shard) -> list[list[int]]:
+    try:
+        return tokenizer.documents([read.text.text for read in batch])
+    except NoCut as error:
+        piece, text = batch[error.number]
+        raise ConfigError(f"{place_of(shard.pieces[piece], text.place)}: {error}") from None
 
 
 class _Read(NamedTuple):
