@@ -10,6 +10,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq # errors only: what indexes lack is no news
 CONFIG := examples/config_tiny_llama.yaml
 RUN := runs/tiny_llama
 PROMPT := import os
@@ -23,10 +24,12 @@ setup: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "nanotron needs Python 3.10 or newer: make PYTHON=python3.12")'
-	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements.lock
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation -e .
-	touch $(STAMP)
+	@test -x $(BIN)/pip || { echo "making .venv with $(PYTHON)" && $(PYTHON) -m venv .venv; }
+	@echo "installing the $$(grep -vc '^#' requirements.lock) packages of requirements.lock into .venv, once: minutes, most of them torch's"
+	@$(PIP) -r requirements.lock
+	@echo "installing nanotron itself into .venv, as it lies here (pip install -e .)"
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
 
 train: setup
 	$(BIN)/nanotron tokenize --stdlib
