@@ -2,11 +2,13 @@
 
 import json
 import logging
+import time
 
 import pytest
 import torch
 
 from nanotron.data.feed import Feed
+from nanotron.data.sources import custom
 from nanotron.data.sources.sft import write_examples
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, load_tokenizer, save_tokenizer, train_bpe
 from nanotron.data.tokenize.workers import Job, tokenize
@@ -56,6 +58,18 @@ def never():
     while True:
         yield [1] * 9
 """
+
+
+def test_a_function_that_does_not_return_is_named_while_it_is_waited_for(monkeypatch, caplog):
+    monkeypatch.setattr(custom, "SAY_S", 0.05)
+
+    def slow():
+        while not caplog.records:
+            time.sleep(0.01)
+        return [[1]]
+
+    assert custom.call_function("x.py:slow", slow, {}) == [[1]]
+    assert caplog.messages[0] == "python: x.py:slow has not returned for 0 s"
 
 
 def test_data_that_does_not_come_is_named_while_it_is_waited_for(tmp_path, caplog):

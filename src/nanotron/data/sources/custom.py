@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,11 @@ from typing import Any
 from nanotron.config import CustomDatasetArgs
 from nanotron.data.order.windows import Window, starts_after, token_array
 from nanotron.errors import ConfigError
+from nanotron.logging import get_logger
+
+logger = get_logger(__name__)
+
+SAY_S = 60.0
 
 
 def custom_functions(dataset: CustomDatasetArgs) -> list[tuple[str, dict[str, Any]]]:
@@ -49,6 +55,24 @@ def blamed(reference: str, where: str = "") -> Iterator[None]:
             f"python: {reference}{where} raises {type(error).__name__}: {error} ({frame.filename}, line "
             f"{frame.lineno}, in {frame.name}); correct the code"
         ) from error
+
+
+@contextmanager
+def named_while_slow(what: str) -> Iterator[None]:
+    """Say every minute that what is inside, which may never end, has not ended yet."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        waited = 0.0
+        while not ended.wait(SAY_S):
+            waited += SAY_S
+            logger.warning(f"{what} for {waited:.0f} s")
+
+    threading.Thread(target=tell, name="slow", daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
 
 
 def load_function(reference: str) -> Callable[..., Any]:
@@ -85,7 +109,7 @@ def call_function(reference: str, function: Callable[..., Any], arguments: Mappi
         raise ConfigError(f"python: {reference} {error}; dataset.arguments gives it {dict(arguments)}") from None
     except ValueError:
         pass  # written in C, without a signature: the call itself tells
-    with blamed(reference):
+    with blamed(reference), named_while_slow(f"python: {reference} has not returned"):
         data = function(**arguments)
     if isinstance(data, str | bytes | Mapping) or not (isinstance(data, Iterable) or _is_indexed(data)):
         raise ConfigError(
