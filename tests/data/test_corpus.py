@@ -68,7 +68,9 @@ def test_of_many_processes_one_prepares_and_all_find_it(small_corpus):
     assert Path("log").read_text() == "prepared\n"
 
 
-def test_an_interrupted_preparation_is_not_taken_for_the_corpus(small_corpus, monkeypatch):
+def test_an_interrupted_preparation_is_not_taken_for_the_corpus(small_corpus, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="nanotron")
+
     def stop(*args, **options):
         raise KeyboardInterrupt
 
@@ -79,6 +81,9 @@ def test_an_interrupted_preparation_is_not_taken_for_the_corpus(small_corpus, mo
     assert not corpus.is_prepared("data/corpus")
     corpus.prepare_corpus("data/corpus")
     assert corpus.is_prepared("data/corpus")
+    assert caplog.text.count("preparing the embedded corpus in data/corpus, once") == 2
+    corpus.prepare_corpus("data/corpus")
+    assert caplog.text.count("preparing the embedded corpus") == 2
 
 
 def test_waiting_for_another_process_is_said_with_its_name(tmp_path, monkeypatch, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from nanotron.check import examine
 from nanotron.cli import app
 from nanotron.models.specs import StageModules
+from nanotron.plan import command
 from nanotron.plan.fixes import cheapest_fixes
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.layouts import changed, is_legal
@@ -53,14 +55,19 @@ def test_a_layout_that_does_not_fit_exits_3_with_changes_that_fit(config_file: P
     assert "micro_batch_size=1024" in output
 
 
-def test_search_writes_a_config_that_checks(config_file: Path, tmp_path: Path) -> None:
+def test_search_writes_a_config_that_checks_and_says_how_far_it_is(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "SOON_S", 0.0)
+    monkeypatch.setattr(command, "LINE_S", 0.0)
     best = tmp_path / "best.yaml"
     batch_of_two = ("--override", "tokens.batch_accumulation_per_replica=1")
     code, output = run(config_file, *batch_of_two, "--search", "--nodes", 1, "--gpus-per-node", 2, "-o", best)
     assert code == 0, output
     config = examine(best, nproc=2, files=False).config
     assert config.global_batch_size == 2
-    assert "legal layouts" in output
+    assert "\n1 legal layouts found so far\n" in f"\n{output}"
+    assert re.search(r"\n1 of at most \d+ layouts planned; best so far: \S+ s a step\n", output)
 
 
 def test_a_layout_with_more_heads_than_tp_allows_is_not_legal() -> None:

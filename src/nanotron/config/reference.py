@@ -24,7 +24,8 @@ effect, as `nanotron check` says, or are refused; [compatibility.md](compatibili
 
 Any key can be changed on the command line: `--override tokens.train_steps=20`, `--override data_stages[0].data.seed=7`.
 Numbers are written as people write them: `3e-4` is a number, `10.0` is an integer where one belongs. Names of choices
-are accepted in any case.
+are accepted in any case. In paths, here and on the command line, `~`, `$NAME` and `${NAME}` are expanded; URLs are left
+as they are.
 """
 
 
