@@ -132,6 +132,22 @@ def test_queries_that_end_a_span_see_the_keys_before_them_too(kernels, queries, 
 
 
 @by_each
+@pytest.mark.parametrize("earlier", [1, LONG + 70])
+def test_many_queries_that_end_a_span_have_the_numbers_of_a_whole_row(kernels, earlier):
+    q, k, v, grad = inputs(2, earlier + LONG, 4, 2, torch.float32)
+    last = slice(earlier, None)
+    grad[:, :earlier] = 0
+    expected = value_and_grads(reference, q, k, v, grad)
+    found = value_and_grads(
+        lambda q, k, v: causal_attention(q[:, last], k, v, None, kernels=kernels), q, k, v, grad[:, last]
+    )
+    for ours, theirs in zip(found, [expected[0][:, last], *expected[1:]], strict=True):
+        torch.testing.assert_close(
+            ours.double(), theirs.double(), rtol=0, atol=2e-6 * max(1.0, float(theirs.abs().max()))
+        )
+
+
+@by_each
 def test_a_span_of_other_keys_than_its_queries_places(kernels):
     """Queries [40, 100) of a row that see keys [10, 100) of it, and [0, 40) that see themselves."""
     q, k, v, _ = inputs(1, 100, 4, 2, torch.float64)

@@ -78,6 +78,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, kernels: Ker
     long_float32 = kernels == "cpu" and q.dtype == torch.float32 and s >= LONG and window is None
     if s == 1 or kernels == "accelerator" or (long_float32 and s == m):
         return _fused(q, k, v)
+    if long_float32:  # some keys are before all queries
+        last: Tensor = _FusedLast.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return last
     attended: Tensor = _BlockCausal.apply(q, k, v, window, kernels, only_gradient)  # type: ignore[no-untyped-call]
     return attended
 
@@ -119,6 +122,36 @@ def _fused_pieces(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         part = mask[:queries, queries + window - (last - first) : queries + window]
         parts.append(_fused(q[:, lo : lo + queries], k[:, first:last], v[:, first:last], part))
     return torch.cat(parts, dim=1)
+
+
+class _FusedLast(Function):
+    """Attention of the last s of m tokens by torch's kernel for CPUs, which knows the causal mask of a square only.
+
+    The m − s keys that all queries see and the s that are masked are attended to apart, and what that gives is merged
+    by the log Σ exp of the scores.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e], [b, m, n, e] -> [b, n, m, e]
+        seen = k.shape[2] - q.shape[2]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, log_sum = flash(q, k[:, :, :seen], v[:, :, :seen])  # [b, h, s, e], [b, h, s]
+        masked, its_log_sum = flash(q, k[:, :, seen:], v[:, :, seen:], is_causal=True)
+        total = torch.logaddexp(log_sum, its_log_sum)
+        out.mul_((log_sum - total).exp()[..., None]).add_(masked.mul_((its_log_sum - total).exp()[..., None]))
+        ctx.save_for_backward(q, k, v, out, total)
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *result = ctx.saved_tensors
+        seen, grad = k.shape[2] - q.shape[2], grad.transpose(1, 2)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        q_grad, *of_seen = flash(grad, q, k[:, :, :seen], v[:, :, :seen], *result, 0.0, False)
+        more, *of_masked = flash(grad, q, k[:, :, seen:], v[:, :, seen:], *result, 0.0, True)
+        of_keys = [torch.cat(parts, 2).transpose(1, 2) for parts in zip(of_seen, of_masked, strict=True)]
+        return (q_grad + more).transpose(1, 2), *of_keys
 
 
 class _BlockCausal(Function):
