@@ -58,7 +58,7 @@ def versions(environment: str | None) -> dict[str, str]:
 def process_environment(*, threads: int, keep_freed_memory: bool) -> dict[str, str]:
     """What a contender's processes inherit: this one's variables, without those that say how it was started."""
     found = {name: value for name, value in os.environ.items() if name not in {"VIRTUAL_ENV", "PYTHONHOME"}}
-    found |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    found |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), "OMP_NUM_THREADS": str(threads)}
     if keep_freed_memory:  # glibc 2.35 and newer; the values are those of nanotron.launch.place
         found |= {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
     return found
