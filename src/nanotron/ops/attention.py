@@ -141,7 +141,8 @@ class _FusedLast(Function):
         total = torch.logaddexp(log_sum, its_log_sum)
         out.mul_((log_sum - total).exp()[..., None]).add_(masked.mul_((its_log_sum - total).exp()[..., None]))
         ctx.save_for_backward(q, k, v, out, total)
-        return out.transpose(1, 2)
+        attended: Tensor = out.transpose(1, 2)
+        return attended
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
