@@ -35,6 +35,8 @@ def test_step_layout_sizes_and_norms_are_shown(saved: Path) -> None:
     assert "exp_avg      0.00 MiB of F32 in 2 boxes" in lines
     assert ["weight/w", "2×2", "BF16", "5", "2.5", "4"] in [line.split() for line in lines]
     assert ["exp_avg/w", "2×2", "F32", "5", "2.5", "4"] in [line.split() for line in lines]
+    tensors = [line.split()[0] for line in lines if "/w " in line]
+    assert tensors == ["weight/w", "exp_avg/w"], "weights first"
     assert lines[-1] == "integrity    all 2 files are as they were written"
 
 

@@ -71,9 +71,9 @@ def test_a_resumed_run_warns_as_one_that_never_stopped(tmp_path: Path, caplog: p
     first.close()
     resumed = Metrics(config(), Mesh(), tmp_path, device=torch.device("cpu"), start_step=25)
     with caplog.at_level(logging.WARNING, logger="nanotron"):
-        resumed.log(26, values(26, lm_loss=3.0))
+        resumed.log(26, values(26, lm_loss=3.0, first_sample=500))
     resumed.close()
-    assert caplog.messages == ["step 26: loss spike, 3 where 2 was usual"]
+    assert caplog.messages == ["step 26: loss spike, 3 where 2 was usual; its first sample is 500 of its data stage"]
 
 
 def test_the_line_about_ranks_names_their_coordinates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

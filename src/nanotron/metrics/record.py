@@ -101,7 +101,8 @@ class Metrics:
             logger.info(work_line(row, self._mesh))
         spike = self._spikes.add(step, float(row["lm_loss"]), str(row["stage"]))
         if spike is not None:
-            logger.warning(str(spike))
+            first = row.get("first_sample")
+            logger.warning(str(spike) if first is None else f"{spike}; its first sample is {first} of its data stage")
         if self._experts and experts:
             self._tell(step, self._experts.file, experts)
 
