@@ -72,6 +72,13 @@ def test_a_variable_that_is_not_set_is_named_with_its_key(tmp_path: Path, monkey
     )
 
 
+@pytest.mark.parametrize("value", ['"$NOBODY/x"', '["$NOBODY/x"]', '{"$NOBODY/x": 1.0}', "5"])
+def test_a_wrong_name_of_a_data_set_is_its_only_mistake(tmp_path: Path, value: str) -> None:
+    stage = "data_stages:\n- {name: a, start_training_step: 1, data: {dataset: {hf_dataset_or_datasets: VALUE}}}\n"
+    (line,) = problems(tmp_path, RIGHT + stage.replace("VALUE", value))
+    assert "data_stages[0].data.dataset.hf_dataset_or_datasets" in line
+
+
 PATHS = {
     "check": {"config_file"}, "export-hf": {"checkpoint", "target"}, "import-hf": {"source", "target"},
     "init": {"output"}, "inspect": {"path"}, "plan": {"config_file", "output"}, "report": {"run", "output"},

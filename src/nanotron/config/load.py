@@ -19,7 +19,7 @@ from nanotron.config.compat.translate import translate
 from nanotron.config.config import Config
 from nanotron.config.document import Document, Problem, parse
 from nanotron.config.keys import Path, overlap
-from nanotron.config.messages import Mistake, explain, meant, mistakes, nearest
+from nanotron.config.messages import UNKNOWN, Mistake, explain, meant, mistakes, nearest
 from nanotron.config.model import FAMILIES
 from nanotron.config.override import apply_override
 from nanotron.errors import ConfigError
@@ -165,7 +165,10 @@ def _collect(reading: Reading, values: dict[str, Any], found: list[Mistake]) -> 
 
 
 def _put_aside(values: dict[str, Any], mistake: Mistake) -> None:
-    """Put an example in the place of what is missing and leave out what is wrong."""
+    """Put an example in the place of what is missing, or wrong and required, and leave out what else is wrong.
+
+    A required key may be the one that tells what its section is: without it, another section's would be missed.
+    """
     holder: dict[Any, Any] = values
     name: str | int = ""
     inside: Any = values
@@ -178,10 +181,10 @@ def _put_aside(values: dict[str, Any], mistake: Mistake) -> None:
             inside = inside[part]
     if mistake.is_missing_section:
         holder[name] = {}
-    elif mistake.kind == "missing":
-        holder[name] = mistake.example
     elif "instead" in mistake.context:
         holder.update(mistake.context["instead"])
+    elif mistake.example is not None and mistake.kind != UNKNOWN:
+        holder[name] = mistake.example
     else:
         holder.pop(name, None)
 

@@ -64,6 +64,8 @@ def _locate(location: Iterable[str | int]) -> tuple[Path, type[Any], FieldInfo |
         if branch or (isinstance(part, str) and part.startswith("<")):
             inside = branch
             continue
+        if part == "[key]":  # of a mapping, named by the part before
+            continue
         path.append(part)
         if inside and isinstance(part, str):
             owner = inside[0]
