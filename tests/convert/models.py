@@ -61,6 +61,45 @@ SPARSE: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"model_type": "qwen3_moe", **_EXPERTS, "head_dim": 16, "norm_topk_prob": True},
     "qwen3-moe-some": {"model_type": "qwen3_moe", **_EXPERTS, "mlp_only_layers": [1], "tie_word_embeddings": True},
 }
+_LATENT = {
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+}
+_DEEPSEEK = {**_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
+SPARSE |= {
+    "deepseek-v2": {"model_type": "deepseek_v2", **_DEEPSEEK, "q_lora_rank": None, "n_shared_experts": 2},
+    "deepseek-v2-groups": {
+        "model_type": "deepseek_v2",
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "first_k_dense_replace": 1,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "rope_parameters": YARN,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        **_DEEPSEEK,
+        "q_lora_rank": 24,
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "rope_parameters": YARN,
+    },
+}
 MODELS |= SPARSE
 
 
@@ -76,6 +115,9 @@ def hugging_face_model(name: str, dtype: torch.dtype = torch.float32, **changes:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.copy_(0.5 + torch.rand(parameter.shape))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand(buffer.shape) / 4)
     return model.eval()
 
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import fields
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from nanotron.checkpoint.resume import agree_resume
 from nanotron.checkpoint.write import Saver
 from nanotron.convert.exporting import export_hf
 from nanotron.convert.folders import parse_model_config, read_model_config
-from nanotron.convert.importing import import_weights
+from nanotron.convert.importing import import_weights, starter_config
 from nanotron.convert.sources import load_weights, open_weights
 from nanotron.errors import ConfigError
 from nanotron.generate.source import open_source
@@ -69,8 +68,7 @@ def save_whole(folder: Path, config, source: Path, dtype: torch.dtype) -> str:
     pieces = weight_pieces(config, dtype)
     load_weights(str(source), pieces, config)
     saver = Saver(str(folder / "ours"))
-    values = {key.name: getattr(config, key.name) for key in fields(config) if getattr(config, key.name) is not None}
-    saver.save(1, pieces, {}, {"model_config.json": json.dumps(values, default=vars)})
+    saver.save(1, pieces, {}, starter_config(config, "test", "F32").to_texts())
     assert saver.wait(), saver.poll()
     return str(folder / "ours" / "1")
 
@@ -377,7 +375,7 @@ def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
         ({"model_type": "gpt2"}, "model_type='gpt2' is no family that can be imported; those are llama, mistral"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not available here"),
         ({"mlp_bias": True}, "mlp_bias=true is not available here"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not available here"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope' is not available here"),
         ({"num_hidden_layers": 4}, "it has no model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, r"model.layers.2.input_layernorm.weight is no tensor of the model that the config"),
         ({"vocab_size": None}, "config.json: vocab_size: missing"),
@@ -482,7 +480,7 @@ def test_no_transformers_is_imported_on_the_way_in_or_out(tmp_path: Path) -> Non
     save_hugging_face("llama", tmp_path / "hf")
     script = (
         "import sys\n"
-        "from nanotron.convert.importing import import_weights\n"
+        "from nanotron.convert.importing import import_weights, starter_config\n"
         "from nanotron.convert.exporting import export_hf\n"
         "export_hf(import_weights('hf', 'ours'), 'back')\n"
         "assert 'transformers' not in sys.modules\n"

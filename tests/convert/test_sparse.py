@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanotron.batch import Batch
@@ -249,3 +249,18 @@ def test_experts_that_no_family_there_has_are_refused_before_anything_is_written
         export_hf(str(tmp_path / "ours"), str(tmp_path / "back"))
     assert len(caught.value.problems) == 1
     assert not (tmp_path / "back").exists()
+
+
+def test_layers_that_predict_further_tokens_are_named_and_left_out(tmp_path: Path) -> None:
+    hugging_face_model("deepseek-v3").save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", read_model_config(str(tmp_path))
+    tensors, further = load_file(file), {name: torch.ones(2) for name in ("eh_proj", "enorm", "self_attn.o_proj")}
+    tensors |= {f"model.layers.3.{name}.weight": tensor for name, tensor in further.items()}
+    save_file(tensors, file)
+    told: list[str] = []
+    import_weights(str(tmp_path), str(tmp_path / "ours"), tell=told.append)
+    assert "model.layers.3.self_attn.o_proj.weight" in told[0]
+    del tensors["model.layers.3.eh_proj.weight"]
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"model\.layers\.3\.enorm\.weight is no tensor of the model"):
+        load_weights(str(tmp_path), weight_pieces(config), config)

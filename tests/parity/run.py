@@ -108,7 +108,7 @@ def config_of(case: Case) -> Config:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek": {
+    "deepseek_v3": {
         "num_key_value_heads": None,
         "q_lora_rank": 24,
         "kv_lora_rank": 16,

@@ -5,13 +5,16 @@ A selection in which every pair of options occurs, for a few steps; the whole pr
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
+from nanotron.pipeline.transport import Parcel
 from tests.parity.cases import (
     FIRST_STEPS,
     STEPS,
@@ -27,7 +30,7 @@ from tests.parity.cases import (
 )
 from tests.parity.compare import difference
 from tests.parity.faults import train_with_fault
-from tests.parity.run import Record, record
+from tests.parity.run import Record, Trained, record, train
 from tests.pool import Pool
 
 
@@ -81,6 +84,19 @@ def test_layout_has_the_losses_norms_and_gradients_of_one_device(
     if case == case.same_numbers():
         pytest.skip("this is the reference itself")
     assert not difference(record(pool, case), references.of(case)).problems(case)
+
+
+def train_hastily(rank: int, world: int, case: Case) -> Trained:
+    """The same, but what a rank waits for seems at random to be there: it leaves weight gradients for later."""
+    dice = random.Random(rank)
+    with mock.patch.object(Parcel, "is_done", side_effect=lambda: dice.random() < 0.5):
+        return train(rank, world, case)
+
+
+def test_weight_gradients_of_experts_may_come_at_any_time(pool: Pool, references: References) -> None:
+    """The exchange between replicas and the gradient buckets of what is not cut over them join the same ranks."""
+    case = Case(dp=2, ep=2, pp=3, layers=6, experts=8, schedule="zbv", rows=1, zero_stage=1, dtype="float64", steps=2)
+    assert not difference(record(pool, case, train_hastily), references.of(case)).problems(case)
 
 
 def test_one_large_microbatch_equals_many_small_ones(pool: Pool, references: References) -> None:

@@ -26,7 +26,8 @@ from nanotron.config.general import (
 )
 from nanotron.config.load import get_config_from_dict, get_config_from_file
 from nanotron.config.model import (
-    DeepseekConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     ExistingCheckpointInit,
     LlamaConfig,
     MistralConfig,
@@ -52,7 +53,8 @@ __all__ = [
     "CustomDatasetArgs",
     "DataArgs",
     "DatasetStageArgs",
-    "DeepseekConfig",
+    "DeepseekV2Config",
+    "DeepseekV3Config",
     "EmbeddedCorpusArgs",
     "ExistingCheckpointInit",
     "GeneralArgs",

@@ -219,9 +219,8 @@ class Qwen3Config(ModelConfig):
 
 @section
 class DeepseekConfig(ModelConfig):
-    """DeepSeek-V2 and V3: multi-head latent attention, in which keys and values come from one short vector."""
+    """Multi-head latent attention, in which keys and values come from one short vector."""
 
-    is_deepseek_config: Literal[True] = key(True, "Marks the family.", marker=True)
     q_lora_rank: Int | None = key(1536, "Width of the vector that queries come from; null: the layer's input.", gt=0)
     kv_lora_rank: Int = key(512, "Width of the vector that keys and values come from.", gt=0)
     qk_nope_head_dim: Int = key(128, "Channels of a query or key without positions.", gt=0)
@@ -235,6 +234,20 @@ class DeepseekConfig(ModelConfig):
 
     def _head_dim_from_hidden_size(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@section
+class DeepseekV2Config(DeepseekConfig):
+    """DeepSeek-V2: latent attention; its experts' scores are a softmax."""
+
+    is_deepseek_v2_config: Literal[True] = key(True, "Marks the family.", marker=True)
+
+
+@section
+class DeepseekV3Config(DeepseekConfig):
+    """DeepSeek-V3: latent attention; its experts' scores are sigmoids, balanced by a bias."""
+
+    is_deepseek_v3_config: Literal[True] = key(True, "Marks the family.", marker=True)
 
 
 from nanotron.models import families  # noqa: E402  # after the classes that its table names

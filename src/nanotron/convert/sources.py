@@ -115,6 +115,9 @@ class CheckpointWeights(CheckpointTensors):
 NOT_COMPUTED = re.compile(r"(?!model\.)|.*\.rotary_emb\.inv_freq$")
 """Other programs' tensors that change nothing: heads for other tasks (or a tied one's copy), and stored frequencies."""
 
+FURTHER = "eh_proj.weight"
+"""Ends the name of a tensor of a DeepSeek's further layers: they predict tokens after the next, which nobody asks."""
+
 
 def refuse_unknown(folder: Folder, names: Iterable[str]) -> None:
     """Raise ConfigError for weights that a model of the config does not have: without them it would be another."""
@@ -138,7 +141,8 @@ class ForeignTensors:
         self._head_dim = config.head_dim
         self._check()
         unused = files.keys() - {part.tensor for of_one in parts.values() for part in of_one}
-        ignored = sorted(name for name in unused if NOT_COMPUTED.match(name))
+        further = tuple(name.removesuffix(FURTHER) for name in unused if name.endswith(FURTHER))
+        ignored = sorted(name for name in unused if NOT_COMPUTED.match(name) or name.startswith(further))
         refuse_unknown(folder, unused - set(ignored))
         self.ignored = [f"{folder.path}: not used: {', '.join(shorten(ignored))}"] if ignored else []
 

@@ -7,25 +7,36 @@ biases, norms and in what Hugging Face calls them; one that computes something e
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-from nanotron.config.model import DeepseekConfig, LlamaConfig, MistralConfig, ModelConfig, Qwen2Config, Qwen3Config
+from nanotron.config.model import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    ModelConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 from nanotron.models import hf_facts
 from nanotron.models.family import Family
 from nanotron.models.flops import attention_flops, head_flops
 from nanotron.models.latent_attention import latent_attention_specs, latent_chunk, latent_layer_flops
 from nanotron.models.specs import decoder_specs
 
+_LATENT: dict[str, Any] = {
+    "specs": partial(decoder_specs, attention=latent_attention_specs),
+    "layer_flops": latent_layer_flops,
+    "chunk": latent_chunk,
+}
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(LlamaConfig, hf_facts.LLAMA),
     "mistral": Family(MistralConfig, hf_facts.MISTRAL, hf_facts.MIXTRAL),
     "qwen2": Family(Qwen2Config, hf_facts.QWEN2, hf_facts.QWEN2_MOE),
     "qwen3": Family(Qwen3Config, hf_facts.QWEN3, hf_facts.QWEN3_MOE),
-    "deepseek": Family(
-        DeepseekConfig,
-        specs=partial(decoder_specs, attention=latent_attention_specs),
-        layer_flops=latent_layer_flops,
-        chunk=latent_chunk,
-    ),
+    "deepseek_v2": Family(DeepseekV2Config, hugging_face_sparse=hf_facts.DEEPSEEK_V2, **_LATENT),
+    "deepseek_v3": Family(DeepseekV3Config, hugging_face_sparse=hf_facts.DEEPSEEK_V3, **_LATENT),
 }
 
 

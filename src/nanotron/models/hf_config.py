@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanotron.errors import ConfigError
 from nanotron.models.families import FAMILIES, family_name, family_of
-from nanotron.models.hf_facts import HuggingFace
+from nanotron.models.hf_facts import HFOwn, HuggingFace
 
 if TYPE_CHECKING:
     from nanotron.config.model import ModelConfig, RopeScalingArgs
@@ -32,6 +32,13 @@ SAME = (  # keys that both sides call the same
 DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 """What a config.json of any family may leave out, where it is not our default too."""
 FULL, SLIDING = "full_attention", "sliding_attention"
+_BOTH = ("factor", "original_max_position_embeddings")
+ROPE_KEYS = {
+    "linear": ("factor",),
+    "llama3": (*_BOTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_BOTH, "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"),
+}
+"""How rotary frequencies may be stretched, and the keys of each way, which both sides call the same."""
 MOST_LAYERS = 100_000
 """Whose numbers are listed where only some have a window, or experts; no file has the weights of so many."""
 
@@ -56,7 +63,7 @@ def model_config_from_hf(theirs: Mapping[str, Any]) -> dict[str, Any]:
     problems += [f"clip_qkv={values['clip_qkv']}"] if values.get("clip_qkv") is not None else []
     rope, unknown = _rope_from_hf(values)
     window, odd = _window_from_hf(facts, values)
-    experts, strange = _experts_from_hf(facts, values)
+    experts, strange = facts.own.read(values) if facts.own else _experts_from_hf(facts, values)
     problems += [*unknown, *odd, *strange]
     if problems:
         raise ConfigError([f"config.json: {problem} is not available here" for problem in problems])
@@ -126,10 +133,11 @@ def _rope_from_hf(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     ours: dict[str, Any] = {"rope_theta": scaling.pop("rope_theta", None) or values.get("rope_theta") or 10000.0}
     if kind == "default":
         return ours, []
-    if kind not in {"linear", "llama3"}:
+    if kind not in ROPE_KEYS:
         return ours, [f"rope_type={kind!r}"]
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    ours["rope_scaling"] = {"rope_type": kind, **{name: scaling[name] for name in names if name in scaling}}
+    told = {"original_max_position_embeddings": values.get("max_position_embeddings"), **scaling}
+    found = {name: told[name] for name in ROPE_KEYS[kind] if told.get(name) is not None}
+    ours["rope_scaling"] = {"rope_type": kind, **found}
     return ours, []
 
 
@@ -156,6 +164,14 @@ def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if len(facts.attention_bias) > 1:
         theirs[facts.bias_key] = config.qkv_bias
     return theirs | _window_to_hf(facts, config) | _experts_to_hf(facts, config)
+
+
+def _own_to_hf(own: HFOwn, facts: HuggingFace, config: ModelConfig) -> dict[str, Any]:
+    theirs, problems = own.write(config, facts.model_type)
+    if problems:
+        said = f"cannot be exported: Hugging Face's {facts.model_type} has no such model"
+        raise ConfigError([f"model_config.{problem} {said}" for problem in problems])
+    return theirs
 
 
 def _no_such_family(config: ModelConfig) -> str:
@@ -194,6 +210,8 @@ def _window_to_hf(facts: HuggingFace, config: ModelConfig) -> dict[str, Any]:
 
 def _experts_to_hf(facts: HuggingFace, config: ModelConfig) -> dict[str, Any]:
     moe, experts = config.moe_config, facts.experts
+    if facts.own is not None:
+        return _own_to_hf(facts.own, facts, config)
     if moe is None or experts is None:
         return {}
     sparse = set(config.sparse_layers)
@@ -232,7 +250,6 @@ def _experts_to_hf(facts: HuggingFace, config: ModelConfig) -> dict[str, Any]:
 def _rope_scaling(scaling: RopeScalingArgs | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    if scaling.rope_type == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    names = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return {name: getattr(scaling, name) for name in names}
+    told = {name: getattr(scaling, name) for name in ("rope_type", *ROPE_KEYS[scaling.rope_type])}
+    unset = {"attention_factor": None, "mscale": 0.0, "mscale_all_dim": 0.0}
+    return {name: value for name, value in told.items() if name not in unset or value != unset[name]}

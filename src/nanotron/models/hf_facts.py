@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from nanotron.models import hf_deepseek
+
+if TYPE_CHECKING:
+    from nanotron.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,19 @@ class HFExperts:
     """The module that holds router and experts."""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Of an expert: gate, up and down."""
+    shared_module: str = "shared_expert"
+
+
+@dataclass(frozen=True)
+class HFOwn:
+    """Keys and tensors that only this family has, experts' keys among them."""
+
+    read: Callable[[Mapping[str, Any]], tuple[dict[str, Any], list[str]]]
+    """config.json with its defaults -> our keys, and what is wrong."""
+    write: Callable[[ModelConfig, str], tuple[dict[str, Any], list[str]]]
+    """(config, model_type) -> its keys, and which of ours it has no words for."""
+    modules: Mapping[str, str]
+    """Our names of modules and its."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,7 @@ class HuggingFace:
     window: HFWindow | None = None
     experts: HFExperts | None = None
     bias_key: str = "attention_bias"
+    own: HFOwn | None = None
     any_head_dim: bool = True
     """Whether heads may have another width than hidden_size / num_attention_heads."""
 
@@ -145,4 +164,41 @@ OLMOE = HuggingFace(
     },
     experts=HFExperts(width="intermediate_size", dense_layers=False),
     any_head_dim=False,
+)
+
+_DEEPSEEK = HFOwn(hf_deepseek.from_hf, hf_deepseek.to_hf, hf_deepseek.MODULES)
+_LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+DEEPSEEK_V2 = HuggingFace(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    (False,),
+    {
+        **_LATENT,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "routed_scaling_factor": 1.0,
+    },
+    experts=HFExperts(shared_module="shared_experts"),
+    own=_DEEPSEEK,
+)
+DEEPSEEK_V3 = HuggingFace(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    (False,),
+    {
+        **_LATENT,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+    },
+    experts=HFExperts(shared_module="shared_experts"),
+    own=_DEEPSEEK,
 )

@@ -68,15 +68,19 @@ def hugging_face_parts(
         "mlp_norm": "post_attention_layernorm",
         "mlp.down": "mlp.down_proj",
         "mlp.router": f"{block}.gate",
-        "mlp.shared.down": f"{block}.shared_expert.down_proj",
+        "mlp.shared.down": f"{block}.{experts.shared_module}.down_proj",
         "mlp.shared_gate": f"{block}.shared_expert_gate",
     }
     stacked = {
         "attn.kv": ("self_attn.k_proj", "self_attn.v_proj"),
         "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.shared.gate_up": (f"{block}.shared_expert.gate_proj", f"{block}.shared_expert.up_proj"),
+        "mlp.shared.gate_up": tuple(f"{block}.{experts.shared_module}.{name}_proj" for name in ("gate", "up")),
     }
-    turned = {"attn.q", "attn.q_norm", "attn.k_norm"} if config.rope_interleaved else set()
+    own = facts.own if facts else None
+    if own:  # whose rotated channels are in the order that the config says
+        whole |= own.modules
+    turns = config.rope_interleaved and not own
+    turned = {"attn.q", "attn.q_norm", "attn.k_norm"} if turns else set()
 
     def parts(spec: ParamSpec) -> list[Part]:
         if spec.name in ends:
@@ -86,9 +90,13 @@ def hugging_face_parts(
         if module.startswith("mlp.experts."):
             name = f"{prefix}.{block}.experts"
             return _fused_parts(spec, name) if fused else _expert_parts(spec, name, experts.matrices)
+        if (module, kind) == ("mlp.router", "bias"):
+            return [Part(f"{prefix}.{block}.gate.e_score_correction_bias", _whole(spec))]
+        if module == "attn.q" and f"layers.{layer}.attn.q_down.weight" in specs:
+            return [Part(f"{prefix}.self_attn.q_b_proj.{kind}", _whole(spec))]
         if module in whole:
             return [Part(f"{prefix}.{whole[module]}.{kind}", _whole(spec), rotary=module in turned)]
-        keys = module == "attn.kv" and config.rope_interleaved
+        keys = module == "attn.kv" and turns
         return [
             Part(f"{prefix}.{name}.{kind}", _slice(spec, 0, i), lacks=(0,), rotary=keys and i == 0)
             for i, name in enumerate(stacked[module])

@@ -31,16 +31,15 @@ from nanotron.parallel.mesh import Mesh
 
 def softmax_scores(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of router logits [n, E]: the softmax, the same as shares of each token's sum, and the entropy of these [n]."""
-    log_shares = logits.log_softmax(-1)
-    shares = log_shares.exp()
-    return shares, shares, -(shares * log_shares).sum(-1)
+    shares = logits.softmax(-1)
+    return shares, shares, torch.special.entr(shares).sum(-1)
 
 
 def sigmoid_scores(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of router logits [n, E]: each one's sigmoid, these as shares of a token's sum, and the entropy of these [n]."""
     scores = logits.sigmoid()
     shares = scores / scores.sum(-1, keepdim=True)
-    return scores, shares, -(shares * shares.log()).sum(-1)
+    return scores, shares, torch.special.entr(shares).sum(-1)
 
 
 def choose(scores: Tensor, top_k: int, *, groups: int, top_k_groups: int, best_of_group: int) -> Tensor:
