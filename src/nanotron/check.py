@@ -36,7 +36,7 @@ from nanotron.models.families import family_of
 from nanotron.models.hf_nanotron_names import matching
 from nanotron.pipeline.custom import find_problems, is_code, is_custom
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
-from nanotron.training.topology import layers_of_stages, parameter_specs, pipeline_schedule
+from nanotron.training.topology import layers_of_stages, model_size, pipeline_schedule
 
 PROBES: list[Rule] = []
 """Questions that look beyond the config: at parameters and packages."""
@@ -119,17 +119,15 @@ def summary(config: Config, *, code: bool = True) -> list[str]:
 
     Without `code`, that of a schedule in Python is not run, so that it is not known which rank has which layers.
     """
-    specs, layout, tokens = parameter_specs(config), config.parallelism, config.tokens
+    layout, tokens = config.parallelism, config.tokens
     step = config.global_batch_size_in_tokens
     layers = _layers_of_ranks(config) if code or not runs_code(config) else "unknown: the schedule's code is not run"
     stages = [f"{stage.name}, from step {stage.start_training_step}: {_source(stage)}" for stage in config.data_stages]
     return [
-        f"parameters  {human_format(sum(spec.numel for spec in specs.values()))}, vocabulary"
-        f" {config.model.model_config.vocab_size}, {config.model.dtype}",
+        f"parameters  {model_size(config)}, vocabulary {config.model.model_config.vocab_size}, {config.model.dtype}",
         f"tokens      {human_format(step * tokens.train_steps)} in {tokens.train_steps} steps of"
         f" {config.global_batch_size} samples of {tokens.sequence_length}",
-        f"layout      {layout.world_size} ranks: dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp}"
-        f" ({layout.tp_mode}){layout.context}, zero stage {config.optimizer.zero_stage}",
+        f"layout      {layout.world_size} ranks: {layout}, zero stage {config.optimizer.zero_stage}",
         f"layers      {layers}",
         f"data        {' | '.join(stages)}",
     ]
@@ -167,8 +165,10 @@ def _fits(nproc: int | None) -> Rule:
             return
         context = f"context_parallel_size={cp} · " if cp > 1 else ""
         others = {"dp": cp * tp * pp, "tp": dp * cp * pp, "pp": dp * cp * tp}
-        fits = [f"{axis}={nproc // rest}" for axis, rest in others.items() if nproc % rest == 0]
-        fix = " or ".join(fits) if fits else f"dp={nproc}, tp=1, pp=1"
+        ep = layout.expert_parallel_size
+        steps = others | {"dp": others["dp"] * ep}  # dp is a multiple of ep
+        fits = [f"{axis}={nproc // rest}" for axis, rest in others.items() if nproc % steps[axis] == 0]
+        fix = " or ".join(fits) if fits else f"dp={nproc}, tp=1, pp=1" + ", expert_parallel_size=1" * (nproc % ep > 0)
         yield (
             "parallelism",
             f"dp={dp} · {context}tp={tp} · pp={pp} makes {layout.world_size} ranks, but {nproc} are launched;"

@@ -29,7 +29,7 @@ from tests.config.test_mistakes import RIGHT
 STALE = "run: python tools/write_reference.py"
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-WORLD = {"config_3d.yaml": 8, "config_long_context.yaml": 2, "config_tiny_llama.yaml": 8}
+WORLD = {"config_3d.yaml": 8, "config_long_context.yaml": 2, "config_tiny_llama.yaml": 8, "config_tiny_moe.yaml": 8}
 
 # The file that every reader of the documentation knows; the example is this text below its comment for editors.
 CONFIG_3D = """\
@@ -139,7 +139,7 @@ def test_every_command_and_option_has_help(command: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_starter_config_is_right_as_it_stands(preset: str, tmp_path: Path) -> None:
-    devices = {"70b": 64, "405b": 512}.get(preset, 8)
+    devices = {"30b-a3b": 16, "70b": 64, "405b": 512}.get(preset, 8)
     ran = nanotron(tmp_path, "init", "--preset", preset, "--gpus", str(devices), "-o", "new.yaml")
     assert ran.returncode == 0, ran.stderr
     assert check(tmp_path / "new.yaml", nproc=devices).parallelism.world_size == devices

@@ -20,14 +20,18 @@ SMALL = [
 
 
 def test_there_is_a_small_example() -> None:
-    assert [file.name for file in SMALL] == ["config_long_context.yaml", "config_tiny_llama.yaml"]
+    assert [file.name for file in SMALL] == [
+        "config_long_context.yaml",
+        "config_tiny_llama.yaml",
+        "config_tiny_moe.yaml",
+    ]
 
 
 @pytest.mark.parametrize("file", SMALL, ids=lambda file: file.name)
 def test_a_small_example_trains(file: Path, tmp_path: Path) -> None:
     corpus = f"{{corpus: stdlib, folder: {ROOT / 'data' / 'stdlib-bpe4096'}}}"  # prepared once for all tests
     overrides = [
-        *(f"parallelism.{axis}=1" for axis in ("dp", "context_parallel_size", "tp", "pp")),
+        *(f"parallelism.{axis}=1" for axis in ("dp", "context_parallel_size", "expert_parallel_size", "tp", "pp")),
         *("tokens.train_steps=2", "optimizer.learning_rate_scheduler.lr_warmup_steps=1"),
         *("tokens.batch_accumulation_per_replica=1", "general.threads_per_rank=1"),
         f"data_stages=[{{name: a, start_training_step: 1, data: {{dataset: {corpus}}}}}]",

@@ -228,6 +228,7 @@ def window_cases() -> list[Case]:
 ROUTERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "z-loss": {"router_z_loss_coef": 0.01},
+    "all": {"top_k": 8, "layers": [1, 3]},
     "shared": {"enable_shared_expert": True, "shared_expert_intermediate_size": 48, "layers": [1, 3]},
     "grouped": {
         "score_function": "sigmoid",

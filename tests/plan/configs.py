@@ -31,8 +31,10 @@ def small(
     sequence: int = 256,
     window: int | None = None,
     window_layers: list[int] | None = None,
+    ep: int = 1,
+    experts: dict[str, Any] | None = None,
 ) -> Config:
-    """The config of a layout of a model of 3 million parameters."""
+    """The config of a layout of a model of 3 million parameters; ``experts``: keys of its moe_config."""
     values: dict[str, Any] = {
         "parallelism": {
             "dp": dp,
@@ -40,6 +42,7 @@ def small(
             "pp": pp,
             "context_parallel_size": cp,
             "cp_mode": cp_mode,
+            "expert_parallel_size": ep,
             "pp_engine": schedule,
             "tp_mode": "REDUCE_SCATTER" if sequence_parallel else "ALL_REDUCE",
             "recompute_layer": recompute,
@@ -57,6 +60,7 @@ def small(
                 "tie_word_embeddings": tied,
                 "sliding_window_size": window,
                 "sliding_window_layers": window_layers,
+                "moe_config": experts,
             },
         },
         "optimizer": {

@@ -25,6 +25,9 @@ from nanotron.training.topology import mesh_axes, tied_stages
 from tests.plan.configs import VOCABULARY, small
 from tests.pool import Pool
 
+ALL_EXPERTS = {"num_experts": 4, "top_k": 4, "moe_intermediate_size": 96}
+"""Each token uses all of them, so that their load is as even as the planner takes it to be."""
+SHARED = {"enable_shared_expert": True, "shared_expert_intermediate_size": 128, "bias_update_rate": 0.001}
 MARK = 12_345_677  # bytes; no tensor of a run has this size
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -37,6 +40,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {"pp": 2, "schedule": "zbv", "tied": True, "layers": 8},
     {"pp": 2, "schedule": "interleaved_1f1b", "layers": 8},
     {"recompute": "selective", "loss_chunk": 64},
+    {"experts": ALL_EXPERTS, "recompute": "selective"},
+    {"experts": ALL_EXPERTS | {"layers": [1, 2, 5]}, "layers": 6, "pp": 2, "dp": 2, "ep": 2},
+    {"experts": ALL_EXPERTS | SHARED, "tp": 2, "dtype": "bfloat16"},
     {"pp": 2, "layers": 10, "window": 20, "window_layers": [0, 1, 2, 4, 5, 6, 8, 9]},
 ]
 PLANNER = Planner(find_cluster("cpu", 8))  # measures what layouts share once

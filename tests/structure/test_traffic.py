@@ -18,6 +18,8 @@ Where sequences are cut over c ranks, s stands for the s/c tokens that one of th
     cp       gathering keys and values: m · L times an all-gather of both, of the whole row's, forward and backward, and
              a reduce-scatter of their gradients
              cutting heads: m · L · 2 times four exchanges, of queries, keys, values, and what attention gives
+    ep       m times, for each layer with experts, 7 all-to-alls: of the numbers of rows, forward; of rows, of their
+             weights and of what experts made of them, forward and backward
 """
 
 from __future__ import annotations
@@ -76,6 +78,35 @@ def test_a_step_sends_the_least_its_layout_needs_and_what_the_planner_says(pool:
         assert seen == least(config, mesh), f"rank {rank}"
         if mesh.coord("tp") == case.tp - 1:  # of a vocabulary that does not divide, the rank that is planned
             assert seen == named(plan.ranks[mesh.coord("pp")].traffic, config, mesh), f"rank {rank}"
+
+
+EXPERTS = [
+    Case(dp=4, ep=2, zero_stage=1, experts=8, router="all"),
+    Case(dp=2, ep=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER", experts=8, router="all"),
+    Case(dp=2, ep=2, cp=2, experts=8, router="all", recompute_layer="selective", dtype="float64"),
+]
+"""Each token uses all experts: then as many rows go to each as the planner takes to go there."""
+
+
+@pytest.mark.parametrize("case", EXPERTS, ids=str)
+def test_rows_of_experts_travel_as_the_planner_says(pool: Pool, case: Case) -> None:
+    config = config_of(case)
+    plan, moe = PLANNER.plan(config, every_layer=True), config.model.model_config.moe_config
+    assert moe is not None
+    for rank, seen in enumerate(pool.run(case.world, count, case)):
+        mesh = Mesh(mesh_axes(config), rank)
+        if mesh.coord("tp") == case.tp - 1:
+            assert seen == named(plan.ranks[mesh.coord("pp")].traffic, config, mesh), f"rank {rank}"
+        lo, hi = layers_of_stages(config)[mesh.coord("pp")]
+        passes = case.accumulation * len(set(moe.layers) & set(range(lo, hi)))
+        size = torch.empty(0, dtype=getattr(torch, case.dtype)).element_size()
+        rows = case.micro_batch_size * config.tokens.sequence_length // case.cp * moe.top_k // case.tp
+        row = config.model.model_config.hidden_size * size
+        forward = 8 * moe.num_experts // case.tp + rows * (2 * row + max(4, size))  # counts; rows and weights; results
+        again = 8 * moe.num_experts // case.tp + rows * (row + max(4, size)) if case.recompute_layer else 0
+        calls = passes * (10 if case.recompute_layer else 7)
+        sent = passes * (forward + again + rows * (2 * row + max(4, size)))
+        assert seen[Collective("all_to_all", mesh.ranks_along("ep"))] == (calls, sent), f"rank {rank}"
 
 
 def count(rank: int, world: int, case: Case, cap_mb: int = 25) -> Counts:

@@ -135,10 +135,12 @@ class ParallelismArgs:
         """Number of ranks."""
         return self.dp * self.context_parallel_size * self.tp * self.pp
 
-    @property
-    def context(self) -> str:
-        """How sequences are cut, as a layout's line goes on where they are: ` · cp 2 (ALL_GATHER)`."""
-        return f" · cp {self.context_parallel_size} ({self.cp_mode})" if self.context_parallel_size > 1 else ""
+    def __str__(self) -> str:
+        """As a person reads it: `dp 4 · pp 1 (1f1b) · tp 2 (ALL_REDUCE) · cp 2 (ALL_GATHER) · ep 2`."""
+        parts = [f"dp {self.dp}", f"pp {self.pp} ({self.pp_engine})", f"tp {self.tp} ({self.tp_mode})"]
+        parts += [f"cp {self.context_parallel_size} ({self.cp_mode})"] * (self.context_parallel_size > 1)
+        parts += [f"ep {self.expert_parallel_size}"] * (self.expert_parallel_size > 1)
+        return " · ".join(parts)
 
     @property
     def sequence_parallel(self) -> bool:

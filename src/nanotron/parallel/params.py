@@ -110,6 +110,11 @@ class ParamSpec:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is a set of experts, one beside the other on its first dim."""
+        return ("ep", 0) in self.shard
+
     def local_box(self, mesh: Mesh) -> Box:
         """The part of the parameter that lives on this rank."""
         offset, shape = [0] * len(self.shape), list(self.shape)

@@ -100,6 +100,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _MATMULS:
             a, b = inputs[-2:]
             self.work["matmul"] += 2 * a.numel() * b.shape[-1]
+        elif name == "_grouped_mm":  # the rows of all experts; what follows them is where each one's end
+            self.work["matmul"] += 2 * inputs[0].numel() * inputs[1].shape[-1]
         elif name == "_linear_pointwise":  # x · wᵀ
             x, w = inputs[:2]
             self.work["matmul"] += 2 * x.numel() * w.shape[0]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanotron.config.rules import divisors
 from nanotron.plan.layouts import Change, changed, is_legal
 from nanotron.plan.predict import Plan, Planner
 
@@ -64,6 +65,10 @@ def _changes(config: Config) -> Iterator[Change]:
         yield {"parallelism.pp_engine": "1f1b", "parallelism.pp_virtual_stages": 1}
     if rows % 2 == 0:
         yield {"tokens.micro_batch_size": rows // 2, "tokens.batch_accumulation_per_replica": accumulation * 2}
+    if moe := config.model.model_config.moe_config:
+        for ep in divisors(layout.dp):
+            if ep > layout.expert_parallel_size and moe.num_experts % (ep * layout.tp) == 0:
+                yield {"parallelism.expert_parallel_size": ep}
     for axis in ("tp", "pp", "context_parallel_size"):
         size = getattr(layout, axis)
         if layout.dp % 2 == 0:

@@ -60,25 +60,39 @@ class Cluster:
         busy += work["moved"] / (MEMORY_EFFICIENCY * self.device.memory_bandwidth)
         return max(busy, work["kernels"] * HOST_SECONDS) if self.is_accelerator else busy
 
-    def collective_seconds(self, kind: str, num_bytes: float, calls: float, ranks: int, stride: int) -> float:
-        """Time of ``calls`` collectives over ``ranks`` ranks that are ``stride`` apart, of ``num_bytes`` together."""
+    def collective_seconds(self, kind: str, num_bytes: float, calls: float, ranks: int, on_a_node: int) -> float:
+        """Time of ``calls`` collectives of ``num_bytes`` together, over ``ranks`` ranks of which these share a node."""
         if ranks == 1:
             return 0.0
+        latency = calls * self.latency(kind, ranks, on_a_node)
+        if kind == "all_to_all":  # each rank's own bytes to each other one, at once over links and its adapter
+            share, others = num_bytes / ranks, ranks - on_a_node
+            return latency + share * max((on_a_node - 1) / self.links, others / self.adapter)
         rounds = 2 if kind == "all_reduce" else 1  # times that each byte goes around the ring
-        seconds = rounds * (ranks - 1) / ranks * num_bytes / self.ring_bandwidth(ranks, stride)
-        return seconds + calls * self.latency(kind, ranks, stride)
+        return latency + rounds * (ranks - 1) / ranks * num_bytes / self.ring_bandwidth(ranks, on_a_node)
 
-    def ring_bandwidth(self, ranks: int, stride: int) -> float:
+    @property
+    def links(self) -> float:
+        """Bytes per second from a device to others of its node."""
+        return LINK_EFFICIENCY * self.device.link_bandwidth / 2
+
+    @property
+    def adapter(self) -> float:
+        """Bytes per second from a device to other nodes."""
+        return self.network_efficiency * self.device.network_bandwidth
+
+    def ring_bandwidth(self, ranks: int, on_a_node: int) -> float:
         """Bytes per second that a rank of a ring passes on: the links', or the adapters' of all its ranks on a node."""
-        links, on_a_node = LINK_EFFICIENCY * self.device.link_bandwidth / 2, self._on_a_node(stride)
-        if ranks <= on_a_node:
-            return links
-        return min(links, self.network_efficiency * self.device.network_bandwidth * on_a_node)
+        return self.links if ranks <= on_a_node else min(self.links, self.adapter * on_a_node)
 
-    def latency(self, kind: str, ranks: int, stride: int) -> float:
-        """Seconds that a collective of no bytes takes: around a ring, or, for an all-reduce, up and down a tree."""
-        on_a_node = min(ranks, self._on_a_node(stride))
+    def latency(self, kind: str, ranks: int, on_a_node: int) -> float:
+        """Seconds that a collective of no bytes takes: around a ring, or, for an all-reduce, up and down a tree.
+
+        The messages of an all-to-all leave at once.
+        """
         nodes = -(-ranks // on_a_node)
+        if kind == "all_to_all":
+            return BASE_LATENCY + (NETWORK_HOP if nodes > 1 else LINK_HOP)
         ring = (ranks - nodes) * LINK_HOP + (nodes if nodes > 1 else 0) * NETWORK_HOP
         tree = (on_a_node - 1) * LINK_HOP + ceil(log2(nodes)) * NETWORK_HOP
         return BASE_LATENCY + (2 * min(ring, tree) if kind == "all_reduce" else ring)
@@ -86,12 +100,8 @@ class Cluster:
     def transfer_seconds(self, num_bytes: float, stride: int) -> float:
         """Time of a message between two ranks that are ``stride`` apart."""
         if stride < self.per_node:
-            return BASE_LATENCY + num_bytes / (LINK_EFFICIENCY * self.device.link_bandwidth / 2)
-        return BASE_LATENCY + NETWORK_HOP + num_bytes / (self.network_efficiency * self.device.network_bandwidth)
-
-    def _on_a_node(self, stride: int) -> int:
-        """How many ranks of an axis are on one node."""
-        return max(1, self.per_node // stride)
+            return BASE_LATENCY + num_bytes / self.links
+        return BASE_LATENCY + NETWORK_HOP + num_bytes / self.adapter
 
 
 def find_cluster(name: str, per_node: int) -> Cluster:

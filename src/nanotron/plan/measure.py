@@ -29,6 +29,7 @@ from nanotron.optim.optimizer import Optimizer
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting, Work
 from nanotron.plan.fakes import FakeMesh, counting, on_accelerator
+from nanotron.training.balance import ExpertBalance
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
 from nanotron.training.step import begin_to_count_targets
@@ -132,6 +133,7 @@ class Measurements:
         key = (
             (repr(config.model), _kinds(config, held), held[1:], config.optimizer.accumulate_grad_in_fp32),
             (layout.tp, layout.tp_mode, layout.recompute_layer, layout.tp_recompute_allgather),
+            layout.expert_parallel_size,
             (tokens.micro_batch_size, tokens.sequence_length, layout.context_parallel_size, layout.cp_mode),
         )
         if key not in self._chunks:
@@ -145,6 +147,7 @@ class Measurements:
             (repr(config.optimizer), config.tokens.sequence_length),
             (
                 layout.dp,
+                layout.expert_parallel_size,
                 layout.context_parallel_size,
                 layout.tp,
                 layout.tp_mode,
@@ -191,11 +194,12 @@ def extended(found: Counts, few: Counts, one_more: Counts, layers: int) -> Count
 
 def measure_chunk(config: Config, held: StageModules, kernels: Kernels) -> ChunkCounts:
     """Run F, B and W, then F and a B that includes W, of one microbatch in one chunk."""
-    axes = mesh_axes(config)
+    axes, ep = mesh_axes(config), config.parallelism.expert_parallel_size
     with counting() as counter:
-        mesh = FakeMesh({"cp": axes["cp"], "tp": axes["tp"]}, config.parallelism.tp - 1)
+        mesh = FakeMesh({"ep": ep, "cp": axes["cp"], "tp": axes["tp"]}, config.parallelism.tp - 1)
         (chunk,) = build_chunks(config, mesh, [held], _options(config, kernels))
-        alone = FakeMesh({"tp": axes["tp"]}, mesh.coord("tp"))  # buckets leave once in a step, not in every microbatch
+        # Buckets leave once in a step, not in every microbatch: no replicas here.
+        alone = FakeMesh({"ep": ep, "tp": axes["tp"]}, mesh.coord("tp"))
         buckets = build_buckets(config, alone, [chunk])
         batch = _batch(config)
         apart = _run(counter, config, chunk, buckets, batch, defer=True)
@@ -225,8 +229,8 @@ def _run(
     with counter.section() as forward:
         y, losses, _ = chunk(x, batch)
         loss = torch.stack(list(losses.values())).sum() if losses else None
-        output = None if losses else get_gradient_edge(y)
-        handed = None if losses else y.detach()
+        output = None if chunk.head is not None else get_gradient_edge(y)
+        handed = None if chunk.head is not None else y.detach()
     forward_peak, held = counter.peak - before, 0
     del y, losses
     held = counter.alive - before
@@ -234,12 +238,11 @@ def _run(
     kept = counter.alive - before
     _assert_no_scores(counter, config)
     grad = None if output is None else _message(config)
+    starts = [(root, start) for root, start in ((output, grad), (loss, None)) if root is not None]
     with counter.section() as backward, chunk.hooks.weight_grads.deferring(defer):
-        root = loss if output is None else output
-        assert root is not None
-        torch.autograd.backward((root,), (grad,))  # type: ignore[arg-type]
+        torch.autograd.backward(*zip(*starts, strict=True))  # type: ignore[arg-type]
     backward_peak = counter.peak - before
-    del x, output, loss, root, grad
+    del x, output, loss, grad, starts
     stash, jobs = counter.alive - before, chunk.hooks.weight_grads.take()
     with counter.section() as weights:
         while jobs:
@@ -296,7 +299,7 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
         mesh = FakeMesh(mesh_axes(config), rank)
         chunks = build_chunks(config, mesh, held, chunk_options(config, "cpu"))
         buckets = build_buckets(config, mesh, chunks)
-        optimizer = build_optimizer(config, buckets)
+        optimizer, balance = build_optimizer(config, buckets), ExpertBalance(config, mesh, chunks)
         parameters = sum(_nbytes(bucket.weights) for bucket in buckets.all)
         gradients = sum(_nbytes(bucket.grads) for bucket in buckets.all)
         state = Counter[str]()
@@ -304,7 +307,7 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
             state[entry.kind] += _nbytes(entry.tensor)
         before = counter.alive
         with counter.section() as update:
-            _update(config, mesh, chunks, buckets, optimizer)
+            _update(config, mesh, chunks, buckets, optimizer, balance)
         update_peak = counter.peak - before
     return StateCounts(
         parameters=parameters,
@@ -318,7 +321,12 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
 
 
 def _update(
-    config: Config, mesh: FakeMesh, chunks: Sequence[DecoderChunk], buckets: Buckets, optimizer: Optimizer
+    config: Config,
+    mesh: FakeMesh,
+    chunks: Sequence[DecoderChunk],
+    buckets: Buckets,
+    optimizer: Optimizer,
+    balance: ExpertBalance,
 ) -> None:
     """What `Training.step` does besides forward and backward."""
     length = _length(config)
@@ -326,12 +334,14 @@ def _update(
     buckets.start(1, length)
     for chunk in reversed(chunks):
         for name, weight in reversed(chunk.weights.items()):
-            for _ in range(chunk.uses(name, length)):
+            for _ in range(chunk.uses(name, length) if weight.requires_grad else 0):
                 chunk.hooks.weight_grads.add_now(weight, lambda buffer: None)
     buckets.finish()
-    word = ControlWord(buckets.squared_norm(), {}, loss_names(config.model.model_config), save=False, stop=False)
+    names, vectors = loss_names(config.model.model_config), balance.vectors({})
+    word = ControlWord(buckets.squared_norm(), {}, names, vectors, save=False, stop=False)
     word.reduce(mesh, num_targets)
     optimizer.step(1e-3, word.grad_scale(config.optimizer.clip_grad), word.found_inf())
+    balance.move_biases(word)
     buckets.start_gather()
     buckets.wait_gather()
 

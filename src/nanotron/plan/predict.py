@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from nanotron.plan.counting import Traffic, Work
 from nanotron.plan.hardware import Cluster
 from nanotron.plan.measure import ChunkCounts, Measurements, StateCounts
 from nanotron.plan.memory import RankMemory, rank_memory
-from nanotron.training.topology import mesh_axes, modules_of_stages, pipeline_schedule
+from nanotron.training.topology import mesh_axes, modules_of_stages, parameter_specs, pipeline_schedule
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -187,9 +188,9 @@ class Planner:
         seconds: dict[str, float] = {}
         for key in work:
             if isinstance(key, Traffic) and key.what == "bytes":
-                first, second, *_ = ranks = ranks_of(config, key.axis)
-                calls = work[key._replace(what="calls")]
-                time = self.cluster.collective_seconds(key.kind, work[key], calls, len(ranks), second - first)
+                ranks = ranks_of(config, key.axis)
+                calls, on_a_node = work[key._replace(what="calls")], bisect_left(ranks, self.cluster.per_node)
+                time = self.cluster.collective_seconds(key.kind, work[key], calls, len(ranks), on_a_node)
                 seconds[key.axis] = seconds.get(key.axis, 0.0) + time
         return seconds
 
@@ -206,12 +207,15 @@ class Planner:
         peak = self.cluster.peak_flops(config)
         duration, exposed = timeline.duration, 0.0
         axis_seconds: dict[str, float] = {}
-        data = "+".join(Mesh(mesh_axes(config)).data_parts)
+        sums = _sums_of_gradients(config)
         for (start, end), held, state in zip(ends, chunks, states, strict=True):
             traffic = self._traffic_seconds(config, state.update)
             reductions = self._traffic_seconds(config, Work({k: v for k, v in state.update.items() if _reduces(k)}))
-            last_bucket = reductions.get(data, 0.0) / max(1, state.update[Traffic("reduce_scatter", data, "calls")])
-            hidden = min(reductions.get(data, 0.0) - last_bucket, end - start)
+            reducing = sum(reductions.get(axes, 0.0) for axes in sums)
+            last_bucket = reducing / max(
+                1, sum(state.update[Traffic("reduce_scatter", axes, "calls")] for axes in sums)
+            )
+            hidden = min(reducing - last_bucket, end - start)
             left = end + sum(traffic.values()) - hidden - (timeline.start + duration)
             exposed = max(exposed, left)
             busy = self._axis_seconds(config, held, traffic)
@@ -254,11 +258,17 @@ def _last_backward(timeline: Timeline, rank: int) -> tuple[float, float]:
 
 
 def ranks_of(config: Config, axis: str) -> Sequence[int]:
-    """The ranks that rank 0 meets in the collectives counted for an axis (``Traffic.axis``)."""
+    """The ranks that rank 0 meets in the collectives counted for an axis (``Traffic.axis``), in order."""
     mesh = Mesh(mesh_axes(config))
     if axis == "world":
         return range(mesh.world)
     return mesh.ranks_along("pp")[:: mesh.size("pp") - 1] if axis == "tied" else mesh.ranks_along(*axis.split("+"))
+
+
+def _sums_of_gradients(config: Config) -> set[str]:
+    """The axes that gradients are summed over, as traffic names them: those of experts that replicas share differ."""
+    mesh = Mesh(mesh_axes(config))
+    return {"+".join(spec.reduce_axes(mesh)) for spec in parameter_specs(config).values()}
 
 
 def _traffic(

@@ -75,23 +75,25 @@ def _with(best: list[tuple[Change, Plan]], change: Change, plan: Plan) -> list[t
 
 
 def legal_layouts(planner: Planner, config: Config, num_devices: int) -> Iterator[tuple[Change, Config]]:
-    """Every legal layout: tp within a node, pp, cp, schedule, micro-batch, recompute; dp takes the other devices."""
+    """Every legal layout: tp within a node, pp, cp, ep, schedule, micro-batch, recompute; dp is the other devices."""
     layers, batch = config.model.model_config.num_hidden_layers, config.global_batch_size
     cuts = [(1, config.parallelism.cp_mode)]
     cuts += product(range(2, config.tokens.sequence_length // LEAST_TOKENS + 1), ("ALL_GATHER", "ALL_TO_ALL"))
     sizes = [
-        (num_devices // (tp * pp * cp), tp, pp, cp, cp_mode)
+        (num_devices // (tp * pp * cp), ep, tp, pp, cp, cp_mode)
         for tp in divisors(planner.cluster.per_node)
         for pp in divisors(num_devices)
         for cp, cp_mode in cuts
         if pp <= layers and num_devices % (tp * pp * cp) == 0
+        for ep in _expert_ranks(config, num_devices // (tp * pp * cp), tp, planner.cluster.per_node // (tp * cp))
     ]
-    for (dp, tp, pp, cp, cp_mode), rows, recompute in product(sizes, MICRO_BATCHES, (False, "selective", True)):
+    for (dp, ep, tp, pp, cp, cp_mode), rows, recompute in product(sizes, MICRO_BATCHES, (False, "selective", True)):
         if cp > 1 and rows > 1:
             continue
         for schedule, chunks in SCHEDULES if pp > 1 else SCHEDULES[:1]:
             change = {
                 "parallelism.dp": dp,
+                "parallelism.expert_parallel_size": ep,
                 "parallelism.tp": tp,
                 "parallelism.pp": pp,
                 "parallelism.context_parallel_size": cp,
@@ -106,3 +108,10 @@ def legal_layouts(planner: Planner, config: Config, num_devices: int) -> Iterato
             }
             if batch % (rows * dp) == 0 and is_legal(other := changed(config, change)):
                 yield change, other
+
+
+def _expert_ranks(config: Config, dp: int, tp: int, on_a_node: int) -> set[int]:
+    """How many replicas may share the experts: one, all that can on a node, and all that can anywhere."""
+    moe = config.model.model_config.moe_config
+    legal = [ep for ep in divisors(dp) if moe is not None and moe.num_experts % (ep * tp) == 0] or [1]
+    return {1, max((ep for ep in legal if ep <= on_a_node), default=1), max(legal)}

@@ -127,11 +127,11 @@ def _time_once(chunk: Chunk, x: Tensor | None, batch: Batch, now: Callable[[], f
     x = None if x is None else x.detach().requires_grad_()
     times = [now()]
     y, losses, _ = chunk(x, batch)
-    end = losses["lm"] if losses else y
+    ends = [*losses.values(), *([] if "lm" in losses else [y])]  # routers have losses in every stage
     times.append(now())
     weight_grads = chunk.hooks.weight_grads
     with weight_grads.deferring():
-        torch.autograd.backward([end], [None if losses else y.detach()])
+        torch.autograd.backward(ends, [None if end.dim() == 0 else end.detach() for end in ends])
     jobs = weight_grads.take()
     times.append(now())
     for job in jobs:

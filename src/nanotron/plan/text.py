@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from nanotron.logging import human_duration, human_format
 from nanotron.metrics.memory import GIB
+from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Traffic
 from nanotron.plan.fixes import Fix
 from nanotron.plan.layouts import written
 from nanotron.plan.predict import Plan, RankPlan, ranks_of
 from nanotron.plan.search import Found
-from nanotron.training.topology import parameter_specs
+from nanotron.training.topology import mesh_axes, model_size, parameter_specs
 
 if TYPE_CHECKING:
     from nanotron.config import ParallelismArgs
@@ -44,14 +47,17 @@ def fixes_text(fixes: Sequence[Fix]) -> str:
 def search_text(found: Found) -> str:
     """The table of the fastest layouts."""
     lines = [f"{found.num_legal} legal layouts, {found.num_planned} of them planned in full; the fastest that fit:", ""]
-    header = f"{'dp':>5}{'cp':>8}{'tp':>4}{'pp':>4}  {'schedule':<17}{'micro-batch':>11}{'zero':>5}{'recompute':>10}"
+    sparse = any(plan.config.model.model_config.sparse_layers for _, plan in found.best)
+    header = f"{'dp':>5}{'ep':>4}" if sparse else f"{'dp':>5}"
+    header += f"{'cp':>8}{'tp':>4}{'pp':>4}  {'schedule':<17}{'micro-batch':>11}{'zero':>5}{'recompute':>10}"
     lines.append(f"{header}{'GiB':>7}{'bubble':>8}{'tokens/s':>10}{'MFU':>7}")
     for _, plan in found.best:
         layout, tokens = plan.config.parallelism, plan.config.tokens
         micro = f"{tokens.micro_batch_size} × {tokens.batch_accumulation_per_replica}"
         recomputed = {False: "no", True: "yes", "selective": "selective"}[layout.recompute_layer]
         schedule = layout.pp_engine if layout.pp > 1 else "-"
-        line = f"{layout.dp:>5}{_cut(layout):>8}{layout.tp:>4}{layout.pp:>4}  {schedule:<17}{micro:>11}"
+        line = f"{layout.dp:>5}{layout.expert_parallel_size:>4}" if sparse else f"{layout.dp:>5}"
+        line += f"{_cut(layout):>8}{layout.tp:>4}{layout.pp:>4}  {schedule:<17}{micro:>11}"
         line += f"{plan.config.optimizer.zero_stage:>5}{recomputed:>10}"
         line += f"{plan.worst.memory.total / GIB:>7.1f}{plan.bubble:>8.1%}{human_format(plan.tokens_per_second):>10}"
         lines.append(f"{line}{plan.mfu:>7.1%}")
@@ -68,17 +74,34 @@ def _cut(layout: ParallelismArgs) -> str:
 
 def _heading(plan: Plan) -> list[str]:
     config, layout, cluster = plan.config, plan.config.parallelism, plan.cluster
-    parameters = sum(spec.numel for spec in parameter_specs(config).values())
     nodes = -(-layout.world_size // cluster.per_node)
     tokens = config.tokens
     recompute = {False: "", True: ", recompute", "selective": ", selective recompute"}[layout.recompute_layer]
     return [
-        f"{human_format(parameters)} parameters in {config.model.dtype} on {layout.world_size} × {cluster.device.name}"
+        f"{model_size(config)} parameters in {config.model.dtype} on {layout.world_size} × {cluster.device.name}"
         f" ({nodes} node{'s'[: nodes > 1]} of {cluster.per_node})",
-        f"dp {layout.dp} · pp {layout.pp} ({layout.pp_engine}) · tp {layout.tp} ({layout.tp_mode}){layout.context},"
-        f" zero stage {config.optimizer.zero_stage}{recompute}",
+        f"{layout}, zero stage {config.optimizer.zero_stage}{recompute}",
         f"{config.global_batch_size} samples of {tokens.sequence_length} tokens per step:"
         f" {tokens.batch_accumulation_per_replica} micro-batches of {tokens.micro_batch_size} on each replica",
+        *_experts(plan),
+    ]
+
+
+def _experts(plan: Plan) -> list[str]:
+    """Where experts are, what they weigh, and what is assumed of their router."""
+    config, model, mesh = plan.config, plan.config.model.model_config, Mesh(mesh_axes(plan.config))
+    moe = model.moe_config
+    if moe is None or not model.sparse_layers:
+        return []
+    here = moe.num_experts // (mesh.size("ep") * mesh.size("tp"))
+    layers = {f"layers.{layer}" for modules in plan.worst.held for layer in modules.layers}
+    held = [spec for name, spec in parameter_specs(config).items() if name.partition(".mlp")[0] in layers]
+    numel = sum(spec.local_box(mesh).numel for spec in held if spec.is_of_experts)
+    itemsize = getattr(torch, config.model.dtype).itemsize
+    return [
+        f"{moe.num_experts} experts in {len(model.sparse_layers)} of {model.num_hidden_layers} layers, {here} of each"
+        f" layer on a rank ({numel * itemsize / GIB:.2f} GiB of weights); a token uses {moe.top_k}, taken to be spread"
+        " evenly",
     ]
 
 
@@ -117,10 +140,10 @@ def _holds(rank: RankPlan) -> str:
 
 def _traffic(plan: Plan) -> list[str]:
     """One line per axis and kind: bytes of the busiest rank, and what they travel over."""
-    lines = [
-        f"{'axis':<6}{'ranks':>6}  {'over':<9}{'kind':<16}{'calls':>7}{'GiB per step':>14}{'time of the axis':>18}"
-    ]
     keys = sorted({(key.axis, key.kind) for rank in plan.ranks for key in rank.traffic})
+    width = max([6, *(len(axis) + 1 for axis, _ in keys)])
+    columns = f"{'ranks':>6}  {'over':<9}{'kind':<16}{'calls':>7}{'GiB per step':>14}{'time of the axis':>18}"
+    lines = [f"{'axis':<{width}}{columns}"]
     for axis, kind in keys:
         calls, num_bytes = (
             max(rank.traffic[Traffic(kind, axis, what)] for rank in plan.ranks) for what in ("calls", "bytes")
@@ -129,7 +152,7 @@ def _traffic(plan: Plan) -> list[str]:
         over = f"{len(ranks):>6}  {'links' if ranks[-1] < plan.cluster.per_node else 'network':<9}"
         first = (axis, kind) == next(key for key in keys if key[0] == axis)
         time = f"{plan.axis_seconds[axis] * 1e3:.1f} ms" if first and axis in plan.axis_seconds else ""
-        lines.append(f"{axis:<6}{over}{kind:<16}{calls:>7}{num_bytes / GIB:>14.3f}{time:>18}".rstrip())
+        lines.append(f"{axis:<{width}}{over}{kind:<16}{calls:>7}{num_bytes / GIB:>14.3f}{time:>18}".rstrip())
     return lines if keys else ["one rank: nothing is sent"]
 
 
@@ -139,11 +162,12 @@ def _time(plan: Plan) -> list[str]:
     run_seconds = plan.step_seconds * config.tokens.train_steps
     hours = run_seconds / 3600 * config.parallelism.world_size
     windowed = ", at S·W in windows" if config.model.model_config.sliding_window_size else ""
+    active = ", of experts those that a token uses" if config.model.model_config.sparse_layers else ""
     return [
         f"step        {_seconds(plan.step_seconds)}: pipeline {_seconds(plan.pipeline_seconds)}"
         f" (bubble {plan.bubble:.1%}), communication after it {_seconds(plan.exposed_seconds)},"
         f" update {_seconds(plan.update_seconds)}",
-        f"model FLOPs {human_format(plan.model_flops)} per step, attention at full S²{windowed}",
+        f"model FLOPs {human_format(plan.model_flops)} per step, attention at full S²{windowed}{active}",
         f"throughput  {human_format(plan.tokens_per_second)} tokens/s, "
         f"{human_format(plan.tokens_per_second / config.parallelism.world_size)} per device, MFU {plan.mfu:.1%}",
         f"whole run   {human_format(tokens)} tokens in {config.tokens.train_steps} steps:"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nanotron.logging import human_format
 from nanotron.models.families import family_of, layer_costs
 from nanotron.models.flops import head_flops
 from nanotron.models.hf_nanotron_names import matching
@@ -66,6 +67,22 @@ def tied_stages(config: Config) -> dict[str, tuple[int, ...]]:
     schedule = pipeline_schedule(config)
     ends = {schedule.holders[0][0], schedule.holders[schedule.num_stages - 1][0]}
     return {EMBED: tuple(sorted(ends))} if len(ends) > 1 else {}
+
+
+def num_parameters(config: Config) -> tuple[int, int]:
+    """Parameters of the model, and those that a token uses: all but the experts that it does not choose."""
+    moe, total, idle = config.model.model_config.moe_config, 0, 0
+    for spec in parameter_specs(config).values():
+        total += spec.numel
+        if moe is not None and spec.is_of_experts:
+            idle += spec.numel // moe.num_experts * (moe.num_experts - moe.top_k)
+    return total, total - idle
+
+
+def model_size(config: Config) -> str:
+    """The number of parameters as a person reads it: `30.5B (3.35B active)`."""
+    total, active = num_parameters(config)
+    return human_format(total) + (f" ({human_format(active)} active)" if active < total else "")
 
 
 def parameter_specs(config: Config) -> dict[str, ParamSpec]:
