@@ -87,9 +87,8 @@ class NanosetDatasetsArgs:
 
 
 @section
-@retires(DATASET)
-class PretrainDatasetsArgs:
-    """Texts of Hugging Face data sets, tokenized when the run starts."""
+class HubDatasetsArgs:
+    """What data sets of Hugging Face have in common, whatever is made of them."""
 
     hf_dataset_or_datasets: HuggingFaceNames = required(
         "A name or folder, a list of them, or a mapping to the fraction of each to use.",
@@ -98,6 +97,13 @@ class PretrainDatasetsArgs:
     hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
     hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
     dataset_processing_num_proc_per_process: Count = key(1, "Processes that tokenize.", gt=0)
+
+
+@section
+@retires(DATASET)
+class PretrainDatasetsArgs(HubDatasetsArgs):
+    """Texts of Hugging Face data sets, tokenized when the run starts."""
+
     text_column_name: str = key("text", "Column that holds the text.")
     dataset_weights: list[Float] | None = key(
         None,
@@ -109,16 +115,9 @@ class PretrainDatasetsArgs:
 
 @section
 @retires(DATASET)
-class SFTDatasetsArgs:
+class SFTDatasetsArgs(HubDatasetsArgs):
     """Prompts and completions of a Hugging Face data set; the loss is on completions only."""
 
-    hf_dataset_or_datasets: HuggingFaceNames = required(
-        "A name or folder, a list of them, or a mapping to the fraction of each to use.",
-        example="my/prompts",
-    )
-    hf_dataset_splits: StringList = key(None, "Splits of the data set.", factory=lambda: ["train"])
-    hf_dataset_config_name: str | None = key(None, "Configuration of the data set.")
-    dataset_processing_num_proc_per_process: Count = key(1, "Processes that tokenize.", gt=0)
     sft_dataloader: bool = key(True, "Marks the kind of data set.", marker=True)
     debug_max_samples: Int | None = key(None, "Use only this many samples.", gt=0)
     dataset_weights: list[Float] | None = key(
