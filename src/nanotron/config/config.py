@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -61,7 +61,8 @@ class Config:
 
     def __post_init__(self) -> None:
         fill(self, "data_stages", default_stages())
-        fill(self.checkpoints, "checkpoints_path", f"runs/{self.general.project}")
+        folder = self.general.project.replace("$", "_")  # which would begin a variable once it is a path in a file
+        fill(self.checkpoints, "checkpoints_path", f"runs/{folder}")
         scheduler = self.optimizer.learning_rate_scheduler
         length = scheduler.lr_schedule_steps or self.tokens.train_steps
         fill(scheduler, "lr_decay_steps", max(0, length - scheduler.lr_decay_starting_step))
@@ -106,10 +107,10 @@ class Config:
         model = json.dumps(plain["model"]["model_config"], indent=1) + "\n"
         return {"config.yaml": dump(plain), "model_config.json": model}
 
-    def save_as_yaml(self, file_path: str | FilePath, *, resolved: bool = False, header: str = "") -> None:
+    def save_as_yaml(self, file_path: str | Path, *, resolved: bool = False, header: str = "") -> None:
         """Write the config to a YAML file, below a header of comment lines; see `to_dict`."""
         comments = "".join(f"# {line}\n" for line in header.splitlines())
-        FilePath(file_path).write_text(comments + dump(self.to_dict(resolved=resolved)), encoding="utf-8")
+        Path(file_path).write_text(comments + dump(self.to_dict(resolved=resolved)), encoding="utf-8")
 
 
 _Keep = Callable[[Any, str, FieldInfo], bool]

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from nanotron.config.keys import Path, dotted, is_section
+from nanotron.config.keys import KeyPath, dotted, is_section
 
 DEEPEST = 100  # mappings and lists inside each other
 MOST_VALUES = 100_000
@@ -33,7 +33,7 @@ _PLAIN_SCALARS = [
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class Position:
     """Where something was written: in an override (after every line of the file), or at a line and column from 1."""
 
     override: str = ""
@@ -45,9 +45,9 @@ class Place:
 class Problem:
     """One mistake: which key (empty when the file itself is at fault), what is wrong, and where it stands."""
 
-    path: Path
+    path: KeyPath
     text: str
-    place: Place
+    place: Position
 
     def line(self, name: str) -> str:
         """Return the message: `file.yaml:3: section.key: text`."""
@@ -62,10 +62,10 @@ class Document:
     """Values of a file, the places of their keys, and what was wrong with the file as YAML."""
 
     values: dict[Any, Any] = field(default_factory=dict)
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[KeyPath, Position] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
-    def place_of(self, path: Path) -> Place:
+    def place_of(self, path: KeyPath) -> Position:
         """Return where a key, or else one inside it (an override's), or else the mapping around it was written."""
         inside = [known for known in self.places if path and known[: len(path)] == path]
         if inside and path not in self.places:
@@ -73,9 +73,9 @@ class Document:
         for end in range(len(path), 0, -1):
             if path[:end] in self.places:
                 return self.places[path[:end]]
-        return Place()
+        return Position()
 
-    def report(self, path: Path, text: str) -> None:
+    def report(self, path: KeyPath, text: str) -> None:
         """Add a problem at a key's place."""
         self.problems.append(Problem(path, text, self.place_of(path)))
 
@@ -175,7 +175,7 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
     reason = ", ".join(part for part in told if part) or str(error).splitlines()[0]
     line, column = (mark.line + 1, mark.column + 1) if mark is not None else (1, 1)
     where = "" if isinstance(error, _TooMuch) else f"not YAML at column {column}: "
-    return Problem((), f"{where}{reason}", Place("", line, column))
+    return Problem((), f"{where}{reason}", Position("", line, column))
 
 
 def _too_deep(mark: Any) -> _TooMuch:
@@ -188,11 +188,11 @@ def _kind(node: yaml.Node) -> str:
     return "a list" if isinstance(node, yaml.SequenceNode) else "a single value"
 
 
-def _place(node: yaml.Node) -> Place:
-    return Place("", node.start_mark.line + 1, node.start_mark.column + 1)
+def _place(node: yaml.Node) -> Position:
+    return Position("", node.start_mark.line + 1, node.start_mark.column + 1)
 
 
-def _value(loader: _Loader, node: yaml.Node, path: Path, document: Document, above: tuple[yaml.Node, ...]) -> Any:
+def _value(loader: _Loader, node: yaml.Node, path: KeyPath, document: Document, above: tuple[yaml.Node, ...]) -> Any:
     if node in above:
         document.report(path, "this alias contains itself")
         return None
@@ -211,7 +211,7 @@ def _value(loader: _Loader, node: yaml.Node, path: Path, document: Document, abo
 
 
 def _mapping(
-    loader: _Loader, node: yaml.MappingNode, path: Path, document: Document, above: tuple[yaml.Node, ...]
+    loader: _Loader, node: yaml.MappingNode, path: KeyPath, document: Document, above: tuple[yaml.Node, ...]
 ) -> dict[Any, Any]:
     lines: dict[Any, int] = {}
     for key_node, _ in node.value:
@@ -235,7 +235,7 @@ def _key_name(node: yaml.Node) -> str:
     return str(node.value).encode(errors="backslashreplace").decode()
 
 
-def _scalar(node: yaml.Node, path: Path, document: Document) -> Any:
+def _scalar(node: yaml.Node, path: KeyPath, document: Document) -> Any:
     text: str = node.value
     kind = node.tag.removeprefix("tag:yaml.org,2002:")
     if kind == "null":
@@ -254,7 +254,7 @@ def _scalar(node: yaml.Node, path: Path, document: Document) -> Any:
     return _encodable(text, path, document)
 
 
-def _encodable(text: str, path: Path, document: Document) -> str:
+def _encodable(text: str, path: KeyPath, document: Document) -> str:
     """The text; half of a character's code (`"\\ud800"`), which no file can hold, is a problem."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         text = text.encode(errors="backslashreplace").decode()

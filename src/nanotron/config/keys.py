@@ -120,10 +120,10 @@ def sections_in(cls: type[Any]) -> Iterator[type[Any]]:
             yield from sections_in(inside)
 
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 
-def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, FieldInfo]]:
+def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, FieldInfo]]:
     """Yield (path, value, declaration) of every key under a section, parents before children."""
     if is_section(value):
         for name, info in fields_of(type(value)).items():
@@ -135,7 +135,7 @@ def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any, FieldInfo]]:
             yield from walk(child, (*path, index))
 
 
-def dotted(path: Path) -> str:
+def dotted(path: KeyPath) -> str:
     """Write a path as people do: `data_stages[0].data.seed`."""
     text = ""
     for part in path:
@@ -147,13 +147,13 @@ ANY = ""
 """Stands for every item of a list: `data_stages[].name`."""
 
 
-def path_of(name: str) -> Path:
+def path_of(name: str) -> KeyPath:
     """Read what `dotted` writes; `data_stages.0.data` is `data_stages[0].data` too, `[]` is any item of a list."""
     parts = re.sub(r"\[(\d*)\]", r".\1", name).split(".")
     return tuple(int(part) if part.isdigit() else part for part in parts)
 
 
-def overlap(one: Path, other: Path) -> bool:
+def overlap(one: KeyPath, other: KeyPath) -> bool:
     """Tell whether two keys are the same, or one is inside the other."""
     pairs = zip(one, other, strict=False)
     return all(a == b or (ANY in (a, b) and (isinstance(a, int) or isinstance(b, int))) for a, b in pairs)

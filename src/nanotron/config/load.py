@@ -18,7 +18,7 @@ from nanotron.config.compat.retired import MODEL_CONFIG
 from nanotron.config.compat.translate import translate
 from nanotron.config.config import Config
 from nanotron.config.document import Document, Problem, parse
-from nanotron.config.keys import Path, overlap
+from nanotron.config.keys import KeyPath, overlap
 from nanotron.config.messages import UNKNOWN, Mistake, explain, meant, mistakes, nearest
 from nanotron.config.model import FAMILIES
 from nanotron.config.override import apply_override
@@ -40,15 +40,15 @@ class Reading:
     name: str
     document: Document
     config: Config | None
-    broken: set[Path]
+    broken: set[KeyPath]
     notices: list[Problem] = field(default_factory=list)
     """A line for every key in it that is taken without effect."""
 
-    def is_sound(self, path: Path) -> bool:
+    def is_sound(self, path: KeyPath) -> bool:
         """Tell whether a key can be reasoned about: neither it nor anything around or inside it is at fault."""
         return not any(overlap(path, bad) for bad in self.broken)
 
-    def report(self, path: Path, text: str) -> None:
+    def report(self, path: KeyPath, text: str) -> None:
         """Add a problem at a key's place."""
         self.document.report(path, text)
 
@@ -133,9 +133,9 @@ def read_document(name: str, document: Document) -> Reading:
     return reading
 
 
-def _family_that_is_not_here(document: Document) -> set[Path]:
+def _family_that_is_not_here(document: Document) -> set[KeyPath]:
     """Report a marker of a family that is not available; the whole section, whose keys are that family's, is broken."""
-    section: Path = ("model", "model_config")
+    section: KeyPath = ("model", "model_config")
     values = _value_at(document.values, section)
     for name in values if isinstance(values, dict) else ():
         marker = re.fullmatch(r"is_(\w+)_config", str(name))
@@ -189,7 +189,7 @@ def _put_aside(values: dict[str, Any], mistake: Mistake) -> None:
         holder.pop(name, None)
 
 
-def _value_at(values: Any, path: Path) -> Any:
+def _value_at(values: Any, path: KeyPath) -> Any:
     for part in path:
         if isinstance(values, dict):
             values = values.get(part)

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from nanotron.config.compat.retired import retired_of
 from nanotron.config.config import Config
 from nanotron.config.document import show
-from nanotron.config.keys import Path, dotted, fields_of, section_classes
+from nanotron.config.keys import KeyPath, dotted, fields_of, section_classes
 from nanotron.config.model import FAMILIES
 
 UNKNOWN = "unexpected_keyword_argument"
@@ -24,7 +24,7 @@ UNKNOWN = "unexpected_keyword_argument"
 class Mistake:
     """One of pydantic's errors, with the section class and the declaration of the key it is about."""
 
-    path: Path
+    path: KeyPath
     kind: str
     context: dict[str, Any]
     owner: type[Any]
@@ -54,7 +54,7 @@ def mistakes(error: ValidationError) -> list[Mistake]:
     return found
 
 
-def _locate(location: Iterable[str | int]) -> tuple[Path, type[Any], FieldInfo | None]:
+def _locate(location: Iterable[str | int]) -> tuple[KeyPath, type[Any], FieldInfo | None]:
     path: list[str | int] = []
     owner: type[Any] = Config
     inside: list[type[Any]] = [Config]
@@ -110,7 +110,7 @@ def _not_a_choice(expected: str, value: Any) -> str:
     return f"{show(value)} is not one of {', '.join(choices)}{hint}"
 
 
-def meant(mistake: Mistake) -> Path | None:
+def meant(mistake: Mistake) -> KeyPath | None:
     """Return the path of the key that was probably meant by an unknown one."""
     guess = nearest(str(mistake.path[-1]), fields_of(mistake.owner)) if mistake.kind == UNKNOWN else None
     return (*mistake.path[:-1], guess) if guess else None
@@ -128,9 +128,9 @@ def _unknown_key(mistake: Mistake, value: Any) -> str:
     return f"{what}; did you mean {guess[-1]}?" if guess else f"{what}; docs/config.md lists every key"
 
 
-def all_keys(cls: type[Any] = Config, path: Path = ()) -> list[Path]:
+def all_keys(cls: type[Any] = Config, path: KeyPath = ()) -> list[KeyPath]:
     """Return the path of every key that every section class takes; items of lists are left out of the path."""
-    paths: list[Path] = [(*path, name) for name in retired_of(cls)]
+    paths: list[KeyPath] = [(*path, name) for name in retired_of(cls)]
     for name, info in fields_of(cls).items():
         paths.append((*path, name))
         for inside in section_classes(info.annotation):

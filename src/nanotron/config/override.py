@@ -6,8 +6,8 @@ from typing import Any
 
 import yaml
 
-from nanotron.config.document import DEEPEST, Document, Place, Problem, parse_value
-from nanotron.config.keys import Path, dotted, path_of
+from nanotron.config.document import DEEPEST, Document, Position, Problem, parse_value
+from nanotron.config.keys import KeyPath, dotted, path_of
 
 
 def apply_override(document: Document, override: str) -> None:
@@ -16,7 +16,7 @@ def apply_override(document: Document, override: str) -> None:
     Items of lists are named by number from 0: `data_stages[0].start_training_step=1`. What is wrong with the override
     is reported in the document.
     """
-    place = Place(override)
+    place = Position(override)
     name, equals, text = override.partition("=")
     path = _path(name)
     if not equals or path is None:
@@ -39,13 +39,13 @@ def apply_override(document: Document, override: str) -> None:
     document.problems = [problem for problem in document.problems if problem.path[: len(path)] != path]
 
 
-def _path(name: str) -> Path | None:
+def _path(name: str) -> KeyPath | None:
     """Read a dotted name; None when a part of it is empty."""
     path = path_of(name.strip())
     return path if all(part != "" for part in path) else None
 
 
-def _set(values: Any, path: Path, value: Any) -> str:
+def _set(values: Any, path: KeyPath, value: Any) -> str:
     """Set a value inside nested mappings and lists; return what is in the way, if anything."""
     for depth, part in enumerate(path):
         last = depth == len(path) - 1

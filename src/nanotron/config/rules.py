@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nanotron.config.config import Config
 from nanotron.config.data import NanosetDatasetsArgs
-from nanotron.config.keys import Path, path_of
+from nanotron.config.keys import KeyPath, path_of
 from nanotron.config.model import DeepseekConfig, Qwen2Config
 
 Findings = Iterator[tuple[str, str]]
@@ -27,7 +27,7 @@ MOE, EXPERT_RANKS = "model.model_config.moe_config", "parallelism.expert_paralle
 class Rule(NamedTuple):
     """A question to a config and the keys that it reads."""
 
-    keys: tuple[Path, ...]
+    keys: tuple[KeyPath, ...]
     ask: Callable[[Config], Findings]
 
 

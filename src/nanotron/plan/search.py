@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
     least_seconds: float
 
 
-class Found(NamedTuple):
+class Fastest(NamedTuple):
     """The fastest layouts, the fastest first."""
 
     best: list[tuple[Change, Plan]]
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 def search(
     planner: Planner, config: Config, num_devices: int, tell: Callable[[str], None] = lambda line: None
-) -> Found:
+) -> Fastest:
     """The fastest layouts of a run over this many devices, with its global batch and sequence length.
 
     ZeRO stage 0, which saves nothing and sends more, is tried on the winners only. `tell` is told again and again how
@@ -67,7 +67,7 @@ def search(
         if other.parallelism.dp > 1 and planner.fits(other):
             num_planned += 1
             best = _with(best, without, planner.plan(other))
-    return Found(best, len(candidates), num_planned)
+    return Fastest(best, len(candidates), num_planned)
 
 
 def _with(best: list[tuple[Change, Plan]], change: Change, plan: Plan) -> list[tuple[Change, Plan]]:

@@ -14,7 +14,7 @@ from nanotron.plan.counting import Traffic
 from nanotron.plan.fixes import Fix
 from nanotron.plan.layouts import written
 from nanotron.plan.predict import Plan, RankPlan, ranks_of
-from nanotron.plan.search import Found
+from nanotron.plan.search import Fastest
 from nanotron.training.topology import mesh_axes, model_size, parameter_specs
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def fixes_text(fixes: Sequence[Fix]) -> str:
     return "\n".join(lines)
 
 
-def search_text(found: Found) -> str:
+def search_text(found: Fastest) -> str:
     """The table of the fastest layouts."""
     lines = [f"{found.num_legal} legal layouts, {found.num_planned} of them planned in full; the fastest that fit:", ""]
     sparse = any(plan.config.model.model_config.sparse_layers for _, plan in found.best)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanotron.config.document import Document
-from nanotron.config.keys import Path, fields_of
+from nanotron.config.keys import KeyPath, fields_of
 from nanotron.config.training import AdamWOptimizerArgs
 
 
@@ -36,7 +36,7 @@ def _gather_adam_keys(document: Document, optimizer: dict[Any, Any]) -> None:
             _move(document, ("optimizer", name), ("optimizer", "optimizer_factory", name))
 
 
-def _split_weights(document: Document, dataset: dict[Any, Any], path: Path) -> None:
+def _split_weights(document: Document, dataset: dict[Any, Any], path: KeyPath) -> None:
     """Turn `dataset_folder: {folder: weight}` into a list of folders and a list of weights."""
     weights = dataset.get("dataset_folder")
     if not isinstance(weights, dict) or dataset.get("dataset_weights") is not None:
@@ -49,6 +49,6 @@ def _split_weights(document: Document, dataset: dict[Any, Any], path: Path) -> N
         _move(document, (*path, "dataset_folder", folder), (*path, "dataset_folder", index))
 
 
-def _move(document: Document, old: Path, new: Path) -> None:
+def _move(document: Document, old: KeyPath, new: KeyPath) -> None:
     if old in document.places:
         document.places[new] = document.places.pop(old)

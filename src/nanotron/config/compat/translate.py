@@ -9,7 +9,7 @@ from nanotron.config.compat.retired import Retired, retired_of
 from nanotron.config.compat.shapes import modernise
 from nanotron.config.config import Config
 from nanotron.config.document import Document, Problem
-from nanotron.config.keys import Path, fields_of, section_classes
+from nanotron.config.keys import KeyPath, fields_of, section_classes
 
 
 def translate(document: Document) -> list[Problem]:
@@ -29,8 +29,8 @@ def translate(document: Document) -> list[Problem]:
 
 
 def _retired_keys(
-    values: Any, sections: Sequence[type[Any]], path: Path = ()
-) -> Iterator[tuple[Path, dict[Any, Any], Retired]]:
+    values: Any, sections: Sequence[type[Any]], path: KeyPath = ()
+) -> Iterator[tuple[KeyPath, dict[Any, Any], Retired]]:
     """Yield (path, mapping that holds it, declaration) of every retired key in the values of one of these sections."""
     if isinstance(values, list):
         for index, item in enumerate(values):
