@@ -10,6 +10,7 @@ import typer
 
 from nanotron.cli import _expanded, app
 from nanotron.config import Config
+from nanotron.config.document import parse
 from nanotron.config.keys import PathOrUrl, fields_of, sections_in
 from nanotron.config.load import get_config_from_dict, get_config_from_file
 from nanotron.errors import ConfigError
@@ -107,6 +108,6 @@ def test_every_path_of_the_command_line_is_expanded(
 
 
 def test_a_project_whose_name_looks_like_a_variable_loads_again(tmp_path: Path) -> None:
-    config = get_config_from_dict({**RIGHT, "general": {"project": "$0"}})
+    config = get_config_from_dict({**parse(RIGHT).values, "general": {"project": "$0"}})
     config.save_as_yaml(tmp_path / "x.yaml", resolved=True)
     assert get_config_from_file(tmp_path / "x.yaml") == config

@@ -20,6 +20,7 @@ from tests.config.test_mistakes import RIGHT
 from tests.config.test_schema import EDITOR
 
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12)
+PATH = st.text(st.characters(exclude_categories=("Cs", "Cc"), exclude_characters="$"), min_size=1, max_size=12)
 SMALL = st.integers(1, 64)
 RATE = st.floats(1e-8, 1.0, exclude_min=True)
 
@@ -52,9 +53,9 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
 DATASETS = (
     st.none()
     | st.just({"corpus": "stdlib"})
-    | st.builds(lambda names: {"dataset_folder": names}, st.lists(TEXT, min_size=1, max_size=3) | TEXT)
-    | st.builds(lambda name: {"hf_dataset_or_datasets": name, "sft_dataloader": True}, TEXT | st.lists(TEXT))
-    | st.builds(lambda names: {"hf_dataset_or_datasets": names}, st.dictionaries(TEXT, RATE))
+    | st.builds(lambda names: {"dataset_folder": names}, st.lists(PATH, min_size=1, max_size=3) | PATH)
+    | st.builds(lambda name: {"hf_dataset_or_datasets": name, "sft_dataloader": True}, PATH | st.lists(PATH))
+    | st.builds(lambda names: {"hf_dataset_or_datasets": names}, st.dictionaries(PATH, RATE))
 )
 
 CONFIGS = st.fixed_dictionaries(
@@ -63,7 +64,7 @@ CONFIGS = st.fixed_dictionaries(
             {"model_config": models()},
             optional={
                 "dtype": st.sampled_from(["bfloat16", "float32"]),
-                "init_method": st.builds(lambda std: {"std": std}, RATE) | st.builds(lambda path: {"path": path}, TEXT),
+                "init_method": st.builds(lambda std: {"std": std}, RATE) | st.builds(lambda path: {"path": path}, PATH),
             },
         ),
         "tokens": st.fixed_dictionaries(
@@ -84,10 +85,10 @@ CONFIGS = st.fixed_dictionaries(
         ),
     },
     optional={
-        "general": optional(project=TEXT, run=TEXT, seed=st.integers(0, 2**62), threads_per_rank=SMALL),
+        "general": optional(project=TEXT, run=TEXT, seed=st.integers(0, 2**60), threads_per_rank=SMALL),
         "parallelism": optional(dp=SMALL, pp_layers=st.lists(SMALL), pp_engine=st.sampled_from(["afab", "zbv"])),
-        "checkpoints": optional(checkpoints_path=TEXT, keep_last_n=SMALL, resume_checkpoint_path=TEXT),
-        "profiler": st.builds(lambda path: {"profiler_export_path": path, "active": 2}, TEXT),
+        "checkpoints": optional(checkpoints_path=PATH, keep_last_n=SMALL, resume_checkpoint_path=PATH),
+        "profiler": st.builds(lambda path: {"profiler_export_path": path, "active": 2}, PATH),
         "data_stages": st.lists(
             st.fixed_dictionaries(
                 {"name": TEXT, "start_training_step": SMALL},
