@@ -179,7 +179,9 @@ class _Waits(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         start = self._now()
         result = func(*args, **(kwargs or {}))
-        Work.unbox(result[-1]).wait()  # the caller does so next
+        work = Work.unbox(result[-1])
+        if work is not None:  # NCCL has none where the caller waits: its stream does so by itself
+            work.wait()  # the caller does so next
         self.seconds += self._now() - start
         return result
 
