@@ -27,10 +27,6 @@ from torch.distributed import ProcessGroup, Work
 
 from nanotron.parallel.mesh import Mesh
 
-# torch 2.13 renamed the collectives on one flat tensor; 2.11 and 2.12 know the old names only.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 # ------------------------------------------------------------------ differentiable
 
 
@@ -215,9 +211,9 @@ def start_all_reduce(flat: Tensor, group: ProcessGroup | None) -> Work | None:
 
 def start_reduce_scatter(shard: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
     """Begin to put this rank's equal part of the sum of ``flat`` into ``shard``, which may be its place in ``flat``."""
-    return None if group is None else _reduce_scatter_flat(shard, flat, group=group, async_op=True)
+    return None if group is None else dist.reduce_scatter_single(shard, flat, group=group, async_op=True)
 
 
 def start_all_gather(flat: Tensor, shard: Tensor, group: ProcessGroup | None) -> Work | None:
     """Begin to fill ``flat`` with the ranks' shards; this rank's may be its place in ``flat``."""
-    return None if group is None else _all_gather_flat(flat, shard, group=group, async_op=True)
+    return None if group is None else dist.all_gather_single(flat, shard, group=group, async_op=True)
