@@ -8,6 +8,7 @@ import stat
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume, newest_complete
 from nanotron.checkpoint.storage import LocalFolder
-from nanotron.checkpoint.write import Saver
+from nanotron.checkpoint.write import Saver, host_memory
 from nanotron.parallel import agreement
 from nanotron.parallel.params import Box
 from nanotron.parallel.store import LostPeers
@@ -343,3 +344,24 @@ def test_a_disk_that_hangs_is_said_with_the_file_and_not_given_up(
     faulty.gate.set()
     assert caplog.messages[0].startswith(f"rank 0 has been writing {tmp_path}/1/shard-00000-of-00001.safetensors for")
     assert saver.wait()
+
+
+def test_memory_that_cuda_copies_to_is_as_large_as_the_state_and_known_to_it_while_it_lives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pinned by torch's own allocator it would be the next power of two."""
+    registered: dict[int, int] = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda start, size, flags: registered.update({start: size}),
+        cudaHostUnregister=registered.pop,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    size = (1 << 20) + 1
+    memory = host_memory(size, {"cpu", "cuda"})
+    assert memory.untyped_storage().nbytes() == size
+    assert registered == {memory.data_ptr(): size}
+    del memory
+    assert registered == {}
+    assert host_memory(size, {"cpu"}).numel() == size
+    assert registered == {}

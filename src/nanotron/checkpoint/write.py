@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -50,7 +51,8 @@ class Snapshot:
         size = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
         on_device = any(not piece.tensor.is_cpu for piece in self.pieces)
         if self._buffer.numel() != size:
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._buffer = host_memory(size, {piece.tensor.device.type for piece in self.pieces})
         for piece, start, stop in self._ranges():
             assert tuple(piece.tensor.shape) == piece.box.shape, f"{piece.name}: {piece.tensor.shape} is no {piece.box}"
             host = self._buffer[start:stop].view(piece.tensor.dtype).view(piece.box.shape)
@@ -70,6 +72,19 @@ class Snapshot:
             stop = start + piece.tensor.numel() * piece.tensor.element_size()
             yield piece, start, stop
             start = stop
+
+
+def host_memory(size: int, kinds: set[str]) -> torch.Tensor:
+    """``size`` bytes that devices of these kinds copy to without a detour, and no more than that.
+
+    torch's own allocator of pinned memory rounds up to the next power of two, so CUDA is told of an ordinary buffer.
+    """
+    if "cuda" not in kinds or not size:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=bool(size and kinds - {"cpu"}))
+    runtime, buffer = torch.cuda.cudart(), torch.empty(size, dtype=torch.uint8)  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
+    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+    return buffer
 
 
 class Saver:
