@@ -37,6 +37,7 @@ def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
             "latent_attention.py",
             "latent_decoder.py",
             "hf_config.py",
+            "hf_deepseek.py",
             "hf_facts.py",
             "hf_nanotron_names.py",
             "hf_tensors.py",
