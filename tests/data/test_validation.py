@@ -1,6 +1,6 @@
 """The validation loss is one number, whatever the layout, and training does not notice it."""
 
-from math import prod
+from math import log, prod
 
 import pytest
 import torch
@@ -9,13 +9,18 @@ from nanotron.data.feed import Feed
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.evaluate import validation_loss
 from nanotron.training.step import Training
-from nanotron.training.topology import mesh_axes, tied_stages
+from nanotron.training.topology import mesh_axes, parameter_specs, tied_stages
 from tests.data.fixtures import make_config, random_documents, write_nanoset
+
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 8, "router_aux_loss_coef": 0.5, "router_z_loss_coef": 0.5}
 
 
 def make_run_config(folder, held_out, layout, *, limit):
-    dp, tp, pp, cp = layout
+    dp, tp, pp, cp, *ep = layout
     model = {"num_hidden_layers": 2, "_use_doc_masking": True, "is_qwen2_config": True}
+    model |= {"moe_config": EXPERTS} if ep else {}
+    parallelism = {"dp": dp, "tp": tp, "pp": pp, "context_parallel_size": cp}
+    parallelism |= {"expert_parallel_size": ep[0]} if ep else {}
     stages = [
         {
             "name": "a",
@@ -25,7 +30,7 @@ def make_run_config(folder, held_out, layout, *, limit):
         }
     ]
     return make_config(
-        data_stages=stages, parallelism={"dp": dp, "tp": tp, "pp": pp, "context_parallel_size": cp},
+        data_stages=stages, parallelism=parallelism,
         model_config=model, dtype="float64",
         micro_batch_size=2, batch_accumulation_per_replica=4 // dp, limit_val_batches=limit, val_check_interval=1,
     )  # fmt: skip
@@ -36,7 +41,8 @@ def validate_and_train(rank, world, folder, held_out, layout, limit, validates):
     config = make_run_config(folder, held_out, layout, limit=limit)
     mesh = Mesh(mesh_axes(config), rank)
     if world > 1:
-        mesh.create_groups(tied_stages=[stage for stages in tied_stages(config).values() for stage in stages])
+        reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
+        mesh.create_groups(reductions, [stage for stages in tied_stages(config).values() for stage in stages])
     training = Training(config, mesh, "cpu")
     training.initialize()
     feed = Feed(config, mesh, device=torch.device("cpu"))
@@ -63,3 +69,18 @@ def test_the_validation_loss_is_the_same_on_every_layout_and_leaves_training_alo
         for validations, losses in pool.run(world, validate_and_train, *folders, layout, limit, True):
             assert validations == pytest.approx(alone[0], rel=1e-9)
             assert losses == pytest.approx(alone[1], rel=1e-9)
+
+
+def test_replicas_that_share_experts_validate_together_though_one_runs_out_of_rows(pool, tmp_path):
+    """Of 5 rows, the last batch of 4 has one, on the first replica: the other still takes part in each exchange."""
+    write_nanoset(tmp_path / "a", random_documents(60, seed=1))
+    write_nanoset(tmp_path / "b", [list(range(5 * 8 + 1))])
+    folders = str(tmp_path / "a"), str(tmp_path / "b")
+    (alone,) = pool.run(1, validate_and_train, *folders, (1, 1, 1, 1, 1), 0, True)
+    (silent,) = pool.run(1, validate_and_train, *folders, (1, 1, 1, 1, 1), 0, False)
+    assert alone[1] == silent[1]
+    for layout in [(2, 1, 1, 1, 2), (2, 2, 1, 1, 2)]:
+        for validations, losses in pool.run(prod(layout[:4]), validate_and_train, *folders, layout, 0, True):
+            assert validations == pytest.approx(alone[0], rel=1e-12)
+            assert losses == pytest.approx(alone[1], rel=1e-12)
+    assert alone[0][0] == pytest.approx(log(257), abs=0.1), "the loss of tokens alone, without those of routers"

@@ -52,7 +52,7 @@ def compare(pool: Pool, references: dict[Case, Record], case: Case) -> list[str]
         print(f"BAD {case!s:58}{'did not finish':>27}", flush=True)
         return [f"{case}: {failure}"]
     problems = found.problems(case)
-    errors = [max(found.loss.error, found.z_loss.error), found.norm.error, found.grad.error]
+    errors = [max(loss.error for loss in found.losses), found.norm.error, found.grad.error]
     numbers = "".join(f"{error:9.0e}" for error in errors) + "  " + found.grad.where.split()[-1]
     print(f"{'BAD' if problems else 'ok':4}{case!s:58}{numbers}", flush=True)
     return problems

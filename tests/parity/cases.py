@@ -264,6 +264,8 @@ def expert_cases() -> list[Case]:
         Case(tp=2, pp=2, schedule="zb_h1", router="z-loss", **gathered),
         Case(tp=2, family="deepseek_v3", recompute_layer="selective", router="grouped", **gathered),
         Case(dp=2, ep=2, tp=2, cp=2, family="deepseek_v3", zero_stage=1, **exact),
+        Case(dp=2, ep=2, zero_stage=1, experts=8, router="z-loss"),
+        Case(tp=2, tp_mode="REDUCE_SCATTER", experts=8, router="grouped", z_loss=True),
     ]
 
 

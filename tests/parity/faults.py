@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanotron.models import experts
 from nanotron.ops import linear as layers
 from nanotron.optim import buckets
+from nanotron.parallel import comm
 from nanotron.parallel.comm import AsyncHandle
+from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import ParamSpec
+from nanotron.training.balance import ExpertBalance
 from tests.parity.cases import Case
 from tests.parity.run import Trained, train
 
@@ -33,11 +40,52 @@ def _average(flat: Tensor, group: Any) -> Any:
     return None if group is None else dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group, async_op=True)
 
 
+def _whole_but_in_routers(spec: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
+    """A router's gradient is partial too, where each rank routes its own tokens."""
+    return () if ".router." in spec.name else tuple(axis for axis in spec.partial_grad if mesh.size(axis) > 1)
+
+
+def _over_all_replicas(spec: ParamSpec, mesh: Mesh) -> tuple[str, ...]:
+    """Also over ep, whose ranks hold different experts."""
+    return mesh.data_parts
+
+
+def _returned_as_sent(x: Tensor, mesh: Mesh, axis: str, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Gradients travel in the numbers in which rows did, not in which they came."""
+    group, count = mesh.group(axis), sum(sent)
+
+    def resized(rows: Tensor) -> Tensor:
+        return torch.cat([rows, rows.new_zeros(count, *rows.shape[1:])])[:count]
+
+    def forward(x: Tensor) -> Tensor:
+        return comm.all_to_all_rows(x, group, sent, received)
+
+    return comm._pair(x, group, forward, lambda grad: resized(forward(resized(grad))))
+
+
+def _sent_back_first_come_first_served(rows: Tensor, dispatch: Any) -> Tensor:
+    """Expert by expert, as they were computed, not rank by rank."""
+    return rows
+
+
+def _counted_by_every_rank(balance: ExpertBalance, found: Any) -> dict[str, Tensor]:
+    balance._counts = True
+    return VECTORS(balance, found)
+
+
+VECTORS = ExpertBalance.vectors
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "input gradients not summed over tp": (layers, "begin_all_reduce_", _nothing_begun),
     "gathered input's gradient not summed": (layers, "begin_reduce_scatter", _own_part_begun),
     "partial and tied gradients not summed": (buckets, "all_reduce_", _nothing),
     "replicas averaged": (buckets, "start_all_reduce", _average),
+    "router gradients not summed over tp": (ParamSpec, "partial_axes", _whole_but_in_routers),
+    "weights of tp's other experts without gradient": (layers.TensorParallel, "entered", lambda tp, x: x),
+    "expert gradients summed over all replicas": (ParamSpec, "reduce_axes", _over_all_replicas),
+    "counts of a row not summed": (experts, "all_reduce_", _nothing),
+    "gradients of rows returned in the numbers sent": (experts, "exchange_rows", _returned_as_sent),
+    "rows of experts not put back in order": (experts, "by_rank", _sent_back_first_come_first_served),
+    "tokens counted by every tp rank": (ExpertBalance, "vectors", _counted_by_every_rank),
 }
 
 

@@ -19,6 +19,7 @@ from nanotron.parallel.params import Box
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes, parameter_specs, tied_stages
 from tests.parity.cases import ROUTERS, Case
+from tests.parity.routes import near_ties
 from tests.pool import Pool
 
 VOCABULARY = 257
@@ -31,9 +32,10 @@ StateShard = tuple[str, tuple[int, ...], Box, Tensor]
 class Trained(NamedTuple):
     """What one rank saw: numbers of every step, its parts of the first gradients and of the last weights."""
 
-    lm_loss: list[float]
-    z_loss: list[float]
+    losses: dict[str, list[float]]
     grad_norm: list[float]
+    loads: list[list[list[float]]]
+    gaps: list[list[float]]
     first_grads: list[StateShard]
     weights: list[StateShard]
 
@@ -42,12 +44,20 @@ class Trained(NamedTuple):
 class Record:
     """What a run did: a number per step, and tensors by global name (whole, whatever the layout was)."""
 
-    lm_loss: list[float]
-    z_loss: list[float]
+    losses: dict[str, list[float]]
+    """By the model's name for each."""
     grad_norm: list[float]
+    loads: list[list[list[float]]]
+    """[steps][layers that have experts][experts]: tokens."""
+    gaps: list[list[float]]
+    """[steps][layers that have experts]: how close the routers came to another choice (routes.py)."""
     first_grads: dict[str, Tensor]
     weights: dict[str, Tensor]
     """After the last step."""
+
+    @property
+    def lm_loss(self) -> list[float]:
+        return self.losses["lm"]
 
 
 def config_of(case: Case) -> Config:
@@ -175,9 +185,11 @@ def train(rank: int, world: int, case: Case) -> Trained:
     feed = feed_of(config, mesh)
     first_grads: list[StateShard] = []
     capture_before_update(training, first_grads)
-    outcomes = []
-    for update in range(1, case.steps + 1):
-        outcomes.append(training.step(update, microbatches_of(feed, update, case, mesh)).read())
+    outcomes, gaps, sparse_layers = [], [], config.model.model_config.sparse_layers
+    with near_ties(training) as ties:
+        for update in range(1, case.steps + 1):
+            outcomes.append(training.step(update, microbatches_of(feed, update, case, mesh)).read())
+            gaps.append(ties.take(sparse_layers))
     feed.close()
     torch.use_deterministic_algorithms(False)  # the process serves other tests too
     weights = [
@@ -186,9 +198,13 @@ def train(rank: int, world: int, case: Case) -> Trained:
         if piece.kind == "weight"
     ]
     return Trained(
-        [outcome.lm_loss for outcome in outcomes],
-        [outcome.losses.get("z", 0.0) for outcome in outcomes],
+        {name: [outcome.losses[name] for outcome in outcomes] for name in outcomes[0].losses},
         [outcome.grad_norm for outcome in outcomes],
+        [
+            np.reshape(outcome.vectors.get("load", []), (len(sparse_layers), case.experts)).tolist()
+            for outcome in outcomes
+        ],
+        gaps,
         first_grads,
         weights,
     )
@@ -230,9 +246,10 @@ def record(pool: Pool, case: Case, function: Callable[..., Trained] = train, *ar
     first = ranks[0]
     assert all(rank[:3] == first[:3] for rank in ranks), "ranks know different numbers"
     return Record(
-        first.lm_loss,
-        first.z_loss,
+        first.losses,
         first.grad_norm,
+        first.loads,
+        [np.min(of_ranks, axis=0).tolist() for of_ranks in zip(*(rank.gaps for rank in ranks), strict=True)],
         put_together([piece for rank in ranks for piece in rank.first_grads]),
         put_together([piece for rank in ranks for piece in rank.weights]),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -126,6 +127,9 @@ def test_bfloat16_is_closer_to_float32_when_gradients_accumulate_in_float32(pool
     assert without_loss < 0.2
 
 
+EXPERTS: dict[str, Any] = {"experts": 8, "layers": 2, "dtype": "float64"}
+
+
 @pytest.mark.parametrize(
     ("name", "case", "culprit"),
     [
@@ -134,6 +138,17 @@ def test_bfloat16_is_closer_to_float32_when_gradients_accumulate_in_float32(pool
         ("partial and tied gradients not summed", Case(tp=2, tp_mode="REDUCE_SCATTER"), r"norm\.weight"),
         ("partial and tied gradients not summed", Case(pp=2, tied=True), r"embed\.weight"),
         ("replicas averaged", Case(dp=2), "first gradient of"),
+        ("router gradients not summed over tp", Case(tp=2, tp_mode="REDUCE_SCATTER", **EXPERTS), r"router\.weight"),
+        ("weights of tp's other experts without gradient", Case(tp=2, **EXPERTS), r"layers\.\d\.(mlp\.router|attn)"),
+        ("expert gradients summed over all replicas", Case(dp=2, ep=2, **EXPERTS), r"experts\.(gate_up|down)\.weight"),
+        ("counts of a row not summed", Case(cp=2, **EXPERTS), "balance loss of step 1 differs"),
+        ("gradients of rows returned in the numbers sent", Case(dp=2, ep=2, **EXPERTS), r"first gradient of layers\."),
+        (
+            "rows of experts not put back in order",
+            Case(dp=2, ep=2, **EXPERTS),
+            "load of sparse layer 1 in step 1 differs",
+        ),
+        ("tokens counted by every tp rank", Case(tp=2, **EXPERTS), "load of sparse layer 0 in step 1 differs"),
     ],
 )
 def test_a_wrong_collective_is_caught_and_the_parameter_named(

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from nanotron.errors import visible
 from nanotron.logging import human_duration, human_format
+from nanotron.metrics.columns import EXPERT_LOAD
 from nanotron.metrics.step_clock import TimeLeft
 
 if TYPE_CHECKING:
@@ -107,8 +108,9 @@ class Display:
         mfu = f" · MFU {100 * row['mfu']:.1f}%" if row.get("mfu") else ""
         table.add_row("speed", f"{speed} · {per_device}", f"{human_format(row['time_per_iteration_ms'])} ms/step{mfu}")
         norm = f"grad norm {human_format(row['grad_norm'])} · " if row.get("grad_norm") is not None else ""
+        load = f" · expert load {row[EXPERT_LOAD]:.2f}" if row.get(EXPERT_LOAD) is not None else ""
         table.add_row(
-            "health", f"{norm}lr {human_format(row['lr'])}", f"{human_format(row['memory_gib'])} GiB on rank 0"
+            "health", f"{norm}lr {human_format(row['lr'])}{load}", f"{human_format(row['memory_gib'])} GiB on rank 0"
         )
         return Group(table)
 
