@@ -13,13 +13,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "nanotron"
 
-EVERYONE_MAY = {"errors", "batch", "logging", "paths", "untrusted"}
+EVERYONE_MAY = {"errors", "batch", "logging", "untrusted"}
 
 # room of the house -> what it may import. A module with a line of its own (`training.topology`) is allowed only where
 # it, or its whole room, is named; `config.model` is only that section, `config` is all of it.
 MAY_IMPORT = {
     "errors": set(),
-    "paths": set(),
     "untrusted": set(),
     "batch": set(),
     "logging": {"parallel"},

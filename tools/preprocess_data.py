@@ -14,12 +14,12 @@ import argparse
 import os
 import sys
 
+from nanotron.config.paths import expanded
 from nanotron.data.sources.documents import HubDataset
 from nanotron.data.tokenize.command import run_tokenize
 from nanotron.data.tokenize.workers import Job
 from nanotron.errors import ConfigError
 from nanotron.launch.streams import open_streams
-from nanotron.paths import expanded
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,7 +10,6 @@ import typer
 
 from nanotron.errors import ConfigError, complain, say
 from nanotron.launch.streams import open_streams
-from nanotron.paths import expanded
 
 app = typer.Typer(name="nanotron", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -19,6 +18,8 @@ T = TypeVar("T", str, Path, list[str], list[Path], None)
 
 def _expanded(given: T) -> T:
     """What every option and argument that takes a path does with it."""
+    from nanotron.config.paths import expanded
+
     if isinstance(given, list):
         return [type(path)(expanded(str(path))) for path in given]
     return given if given is None else type(given)(expanded(str(given)))

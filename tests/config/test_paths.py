@@ -15,7 +15,6 @@ from nanotron.config.keys import PathOrUrl, fields_of, sections_in
 from nanotron.config.load import get_config_from_dict, get_config_from_file
 from nanotron.errors import ConfigError
 from nanotron.launch.run import run_train
-from nanotron.paths import expanded
 from tests.config.test_mistakes import RIGHT, problems
 
 TEXTS_THAT_ARE_NO_PATHS = {

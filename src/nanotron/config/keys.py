@@ -19,8 +19,8 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 from typing_extensions import dataclass_transform
 
+from nanotron.config.paths import expanded
 from nanotron.errors import ConfigError
-from nanotron.paths import expanded
 
 T = TypeVar("T")
 

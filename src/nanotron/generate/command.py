@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 
+from nanotron.config.paths import expanded
 from nanotron.errors import ConfigError, complain
 from nanotron.generate.decode import Decoder
 from nanotron.generate.model import load_model
@@ -26,7 +27,6 @@ from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place, choose_device, num_threads, schedule_as_batch
 from nanotron.launch.watch import leave_now
 from nanotron.parallel.mesh import Mesh
-from nanotron.paths import expanded
 from nanotron.training.topology import mesh_axes
 
 DEFAULT_PROMPTS = ("def ", "import os")  # of run_generate.py, as its users know it without prompts

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanotron.config.paths import expanded
 from nanotron.errors import ConfigError, complain
 from nanotron.launch import codes
 from nanotron.launch.failures import (
@@ -44,7 +45,6 @@ from nanotron.launch.place import (
 from nanotron.launch.roll import claimed
 from nanotron.launch.watch import Watch, leave_now
 from nanotron.logging import get_logger, set_up_logging
-from nanotron.paths import expanded
 
 if TYPE_CHECKING:
     import torch
