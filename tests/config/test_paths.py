@@ -13,6 +13,7 @@ from nanotron.config import Config
 from nanotron.config.document import parse
 from nanotron.config.keys import PathOrUrl, fields_of, sections_in
 from nanotron.config.load import get_config_from_dict, get_config_from_file
+from nanotron.config.paths import expanded
 from nanotron.errors import ConfigError
 from nanotron.launch.run import run_train
 from tests.config.test_mistakes import RIGHT, problems
