@@ -127,6 +127,21 @@ def test_bfloat16_is_closer_to_float32_when_gradients_accumulate_in_float32(pool
     assert without_loss < 0.2
 
 
+@pytest.mark.parametrize(("gap", "problems"), [(5e-7, 0), (2e-6, 1)])
+def test_a_flipped_route_ends_the_comparison_and_must_be_a_near_tie(gap: float, problems: int) -> None:
+    case, grads = Case(experts=2), {"w": torch.ones(2)}
+    even, flipped = [[4.0, 4.0], [4.0, 4.0]], [[4.0, 4.0], [3.0, 5.0]]
+    far, near = [0.1, 0.1], [0.1, gap]
+    one = Record({"lm": [3.0, 2.0, 1.0]}, [1.0] * 3, [even] * 3, [far, near, far], grads, {})
+    other = Record({"lm": [3.0, 2.5, 1.5]}, [1.0] * 3, [even, flipped, even], [far, near, far], grads, {})
+    found = difference(other, one).problems(case)
+    assert len(found) == problems
+    assert all("load of sparse layer 1 in step 2 differs: its closest choice has a gap of 2.0e-06" in x for x in found)
+    assert difference(replace(other, loads=one.loads), one).problems(case), (
+        "losses count as long as routes are the same"
+    )
+
+
 EXPERTS: dict[str, Any] = {"experts": 8, "layers": 2, "dtype": "float64"}
 
 
