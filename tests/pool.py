@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 PRELOADED = ["__main__", "torch", "torch.distributed", "numpy", "pytest", "nanotron.cli", "nanotron.training.trainer"]
+PRELOADED += ["torch._inductor.config"]  # which `torch.use_deterministic_algorithms` imports, for 1.5 s
 GRACE_S = 1.0  # how long the other ranks may take to fail too, once one has failed
 
 

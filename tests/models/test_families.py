@@ -17,19 +17,19 @@ TRAINED = """
 from nanotron.models.specs import StageModules
 from nanotron.plan.measure import Measurements, measure_chunk
 from tests.parity.__main__ import compare
-from tests.parity.cases import Case
+from tests.parity.cases import FIRST_STEPS, Case
 from tests.parity.run import config_of
 from tests.pool import Pool
 
 if __name__ == "__main__":
-    config = config_of(Case(family="toy", layers=9))
+    config = config_of(Case(family="toy", layers=7))
     whole, measured = StageModules.whole(config.model.model_config), Measurements("cpu")
     assert measured.chunk(config, whole) == measure_chunk(config, whole, "cpu")
     assert measured.state(config, 0, [whole]).total == measured.state(config, 0, [whole], every_layer=True).total
 
     pool, references = Pool(), {}
     options = {"tp_mode": "REDUCE_SCATTER", "schedule": "zb_h1", "zero_stage": 1, "dtype": "float64"}
-    case = Case(dp=2, tp=2, pp=2, family="toy", layers=5, steps=5, **options)
+    case = Case(dp=2, tp=2, pp=2, family="toy", layers=5, steps=FIRST_STEPS, **options)
     problems = compare(pool, references, case)
     pool.close()
     assert not problems, problems
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 def test_a_family_in_one_file_trains_on_every_axis_as_on_one_device(tmp_path: Path) -> None:
     """With layers of two kinds: parameters, pipeline split, FLOPs and the planner's lines go by them."""
     package = tmp_path / "nanotron"
-    shutil.copytree(ROOT / "src" / "nanotron", package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src" / "nanotron", package, ignore=shutil.ignore_patterns("*.pyc.*"))
     shutil.copy(ROOT / "tests" / "models" / "toy_family.py", package / "models" / "toy.py")
     table = package / "models" / "families.py"
     text = table.read_text()

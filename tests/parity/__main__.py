@@ -5,20 +5,10 @@ from __future__ import annotations
 import sys
 import time
 
-from nanotron.pipeline.schedules import SCHEDULE_NAMES
-from tests.parity.cases import (
-    Case,
-    compiled_cases,
-    context_cases,
-    expert_cases,
-    named_cases,
-    product_cases,
-    schedule_cases,
-    schedule_product_cases,
-    window_cases,
-)
+from tests.parity.cases import Case, every_case
 from tests.parity.compare import difference
 from tests.parity.run import Record, record
+from tests.parity.selection import selection
 from tests.pool import CaseFailed, Pool
 
 HEADER = f"{'':4}{'dp tp pp, then what differs from the default':58}{'loss':>9}{'norm':>9}{'gradient':>9}  of"
@@ -26,11 +16,8 @@ HEADER = f"{'':4}{'dp tp pp, then what differs from the default':58}{'loss':>9}{
 
 def main(words: list[str]) -> int:
     """Run all cases; print one line each and return 1 if any differs from one device."""
-    schedules = list(SCHEDULE_NAMES)
-    cases = [*product_cases(), *named_cases(), *context_cases(), *window_cases(), *expert_cases()]
-    cases += compiled_cases()
-    cases += [*schedule_cases(schedules), *schedule_product_cases(schedules)]
-    cases = [case for case in dict.fromkeys(cases) if all(word in str(case).split() for word in words)]
+    cases = list(dict.fromkeys([*every_case(), *selection()]))
+    cases = [case for case in cases if all(word in str(case).split() for word in words)]
     pool, references, problems, start = Pool(), dict[Case, Record](), list[str](), time.monotonic()
     print(HEADER)
     for case in cases:

@@ -1,23 +1,24 @@
-"""Which layouts are compared with one device: the options, the product of all, and a small selection that covers pairs.
+"""Which layouts `make parity` compares with one device: the main options' product, and by name what it leaves out.
 
 layout × schedule × tp mode × ZeRO stage × tied           every combination that means something (the product)
-the selection                                             every pair of two options' values occurs in some case
-by name                                                   families, odd layer counts, short batches, recomputation
+by name                                                   families, odd layer counts, short batches, recomputation,
+                                                          cut sequences, windows, experts, compiled and other schedules
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import combinations, product
+from itertools import product
 from typing import Any
+
+from nanotron.pipeline.schedules import SCHEDULE_NAMES
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
 LAYOUTS += [(1, 4, 1), (1, 1, 3), (3, 1, 1)]
 PRECISIONS = {"float32": 1e-5, "float64": 1e-9}
 ROWS = 12  # samples of a step, on every layout
 STEPS = 20  # of `make parity`
-FIRST_STEPS = 5  # of `make test`
+FIRST_STEPS = 3  # of `make test`: the third loss needs what the optimizer kept of the first step for its second
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Case:
         words = [f"{self.dp}{self.tp}{self.pp}", f"cp{self.cp}" if self.cp > 1 else ""]
         words += [self.schedule if self.pp > 1 else ""]
         words += [{"ALL_REDUCE": "ar", "REDUCE_SCATTER": "rs"}[self.tp_mode] if self.tp > 1 else ""]
-        words += [f"zero{self.zero_stage}" if self.dp > 1 else "", "tied" if self.tied else "", self.dtype]
+        words += [f"zero{self.zero_stage}" if self.dp * self.cp > 1 else "", "tied" if self.tied else "", self.dtype]
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in named and value != field.default:
@@ -117,25 +118,6 @@ def product_cases() -> list[Case]:
     """Every combination that means something, once."""
     found = {case_of(dict(zip(OPTIONS, values, strict=True))) for values in product(*OPTIONS.values())}
     return sorted(found, key=lambda case: (case.dtype, case.tied, case.layers, case.world, str(case)))
-
-
-def pairs_of(case: Case) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
-    """The pairs of option values that a case exercises."""
-    shown = [(name, (case.dp, case.tp, case.pp) if name == "layout" else getattr(case, name)) for name in OPTIONS]
-    idle = {"schedule": case.pp == 1, "tp_mode": case.tp == 1, "zero_stage": case.dp == 1}
-    yield from combinations([(name, value) for name, value in shown if not idle.get(name)], 2)
-
-
-def covering_cases() -> list[Case]:
-    """A small selection of the product in which every possible pair of option values occurs (greedy, deterministic)."""
-    left = product_cases()
-    missing = {pair for case in left for pair in pairs_of(case)}
-    chosen = []
-    while missing:
-        best = max(left, key=lambda case: (len(missing & set(pairs_of(case))), -case.world))
-        chosen.append(best)
-        missing -= set(pairs_of(best))
-    return sorted(chosen, key=left.index)
 
 
 def named_cases() -> list[Case]:
@@ -270,7 +252,7 @@ def expert_cases() -> list[Case]:
 
 
 def compiled_cases() -> list[Case]:
-    """More of what takes a compiler's seconds: each option of the two compiled cases above without the others."""
+    """What takes a compiler's seconds: each option of the two compiled cases by name without the others."""
     return [
         Case(tp=2, compile=True),
         Case(tp=2, tp_mode="REDUCE_SCATTER", compile=True, overlap=True, recompute_layer=True, documents=True),
@@ -278,10 +260,10 @@ def compiled_cases() -> list[Case]:
     ]
 
 
-def schedule_cases(schedules: list[str]) -> list[Case]:
+def schedule_cases() -> list[Case]:
     """The registered schedules that the product does not have: alone, and together with the other axes."""
     cases = []
-    for name in schedules:
+    for name in SCHEDULE_NAMES:
         if name not in OPTIONS["schedule"]:
             cases += [
                 Case(pp=3, layers=6, schedule=name, rows=2),
@@ -290,10 +272,10 @@ def schedule_cases(schedules: list[str]) -> list[Case]:
     return cases
 
 
-def schedule_product_cases(schedules: list[str]) -> list[Case]:
+def schedule_product_cases() -> list[Case]:
     """The same schedules with more of everything."""
     cases = []
-    for name in schedules:
+    for name in SCHEDULE_NAMES:
         if name not in OPTIONS["schedule"]:
             cases += [
                 Case(pp=2, schedule=name, rows=1, recompute_layer=True),
@@ -302,3 +284,9 @@ def schedule_product_cases(schedules: list[str]) -> list[Case]:
                 Case(pp=3, layers=6, schedule=name, rows=1, tied=True),
             ]
     return cases
+
+
+def every_case() -> list[Case]:
+    """All of these, once."""
+    cases = [*product_cases(), *named_cases(), *context_cases(), *window_cases(), *expert_cases()]
+    return list(dict.fromkeys([*cases, *compiled_cases(), *schedule_cases(), *schedule_product_cases()]))
