@@ -30,7 +30,7 @@ CONTEXT = "parallelism.context_parallel_size"
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
-    small(dp=2, tp=2, pp=2, dtype="bfloat16", micro_batch=1, accumulation=2).save_as_yaml(path)
+    small(dp=2, tp=2, pp=2, layers=2, dtype="bfloat16", micro_batch=1, accumulation=2).save_as_yaml(path)
     return path
 
 
@@ -47,12 +47,12 @@ def test_a_layout_that_fits_is_described_and_exits_0(config_file: Path) -> None:
 
 
 def test_a_layout_that_does_not_fit_exits_3_with_changes_that_fit(config_file: Path) -> None:
-    too_much = ("--override", "tokens.micro_batch_size=2048", "--override", "tokens.sequence_length=2048")
+    too_much = ("--override", "tokens.micro_batch_size=4096", "--override", "tokens.sequence_length=2048")
     code, output = run(config_file, *too_much)
     assert code == 3, output
     assert "does not fit: pipeline rank" in output
     assert "Cheapest changes that make it fit" in output
-    assert "micro_batch_size=1024" in output
+    assert "micro_batch_size=2048" in output
 
 
 def test_search_writes_a_config_that_checks_and_says_how_far_it_is(

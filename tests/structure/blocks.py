@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from nanotron.plan.measure import ChunkCounts, measure_chunk
 from nanotron.training.build import build_buckets, build_chunks, chunk_options
 from nanotron.training.topology import mesh_axes
 
+SIZES: dict[str, Any] = {"hidden": 64, "micro_batch": 2, "sequence": 64}
+"""Of all tests of blocks that do not ask about sizes, so that what the planner says of a layout is asked once."""
+
 
 class PerBlock(NamedTuple):
     """Bytes that live from forward to backward, and kernels launched."""
@@ -28,7 +31,7 @@ class PerBlock(NamedTuple):
     backward: int
 
 
-def real_block(rank: int, world: int, config: Config, kernels: Kernels, layers: int = 2) -> PerBlock:
+def real_block(rank: int, world: int, config: Config, kernels: Kernels, layers: int = 1) -> PerBlock:
     """What the last of ``layers`` + 1 layers adds, as this rank runs it."""
     mesh = Mesh(mesh_axes(config), rank)
     if world > 1:
@@ -68,9 +71,9 @@ def settled(counter: Counting, mesh: Mesh) -> int:
     return alive
 
 
-def planned_block(config: Config, kernels: Kernels, layers: int = 2) -> PerBlock:
+def planned_block(config: Config, kernels: Kernels, layers: int = 1) -> PerBlock:
     """The same as the planner says it."""
-    low, high = (_planned(config, count, kernels) for count in (layers, layers + 1))
+    low, high = (planned(config, count, kernels) for count in (layers, layers + 1))
     return _added(
         *(
             PerBlock(counts.kept, counts.forward["kernels"], counts.backward["kernels"] + counts.weights["kernels"])
@@ -82,7 +85,7 @@ def planned_block(config: Config, kernels: Kernels, layers: int = 2) -> PerBlock
 _known: dict[tuple[str, int, Kernels], ChunkCounts] = {}
 
 
-def _planned(config: Config, layers: int, kernels: Kernels) -> ChunkCounts:
+def planned(config: Config, layers: int, kernels: Kernels) -> ChunkCounts:
     """What the planner says of so many layers, asked once: it takes half a second."""
     key = repr(config), layers, kernels
     if key not in _known:

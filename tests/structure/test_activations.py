@@ -12,22 +12,25 @@ import torch
 
 from nanotron.config import Config
 from nanotron.data.context import ContextCut
-from nanotron.models.specs import StageModules
 from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.recompute import Recompute
 from nanotron.plan.counting import Counting
 from nanotron.plan.fakes import FakeMesh, counting
-from nanotron.plan.measure import ChunkCounts, measure_chunk
+from nanotron.plan.measure import ChunkCounts
 from tests.models.tiny import mean_loss, tiny_batch, tiny_config, whole_model
 from tests.plan.configs import small
 from tests.pool import Pool
-from tests.structure.blocks import planned_block, real_block
+from tests.structure.blocks import SIZES, planned, planned_block, real_block
 
-SIZES: dict[str, Any] = {"hidden": 64, "micro_batch": 2, "sequence": 96}
+CUT_IN_THREE = SIZES | {"sequence": 96}
 LAYOUTS: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}]
 LAYOUTS += [{**layout, "dtype": "bfloat16"} for layout in LAYOUTS] + [{"tp": 2, "recompute": True}]
-LAYOUTS += [{"cp": 3}, {"cp": 2, "tp": 2, "sequence_parallel": True}, {"cp": 2, "cp_mode": "ALL_TO_ALL"}]
+LAYOUTS += [
+    {"cp": 3, "sequence": 96},
+    {"cp": 2, "tp": 2, "sequence_parallel": True},
+    {"cp": 2, "cp_mode": "ALL_TO_ALL"},
+]
 SELECTIVE: list[dict[str, Any]] = [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True, "dtype": "bfloat16"}, {"cp": 2}]
 LAYOUTS += [{**layout, "recompute": "selective"} for layout in SELECTIVE]
 
@@ -70,19 +73,33 @@ def kept_bytes(config: Config, *, accelerator: bool) -> int:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: ",".join(f"{k}={v}" for k, v in layout.items()) or "one")
 def test_a_block_keeps_what_the_formula_and_the_planner_say(pool: Pool, layout: dict[str, Any]) -> None:
-    config = small(**SIZES, **layout)
+    config = small(**(SIZES | layout))
     expected = kept_bytes(config, accelerator=False)
     for block in pool.run(config.parallelism.world_size, real_block, config, "cpu"):
         assert block.kept == expected
-    assert planned_block(config, "cpu").kept == planned_block(config, "cpu_onednn").kept == expected
+    assert planned_block(config, "cpu").kept == expected
     assert planned_block(config, "accelerator").kept == kept_bytes(config, accelerator=True)
 
 
-@pytest.mark.parametrize("kernels", ["accelerator", "cpu"])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", [{}, LAYOUTS[5], {"recompute": "selective"}, {"cp": 2}], ids=str)
+def test_one_dnn_keeps_as_much_as_a_cpus_other_kernels(layout: dict[str, Any]) -> None:
+    config = small(**SIZES, **layout)
+    assert planned_block(config, "cpu_onednn").kept == kept_bytes(config, accelerator=False)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "kv_heads", "dtype"),  # every pair of two
+    [
+        ("accelerator", 1, "float32"),
+        ("accelerator", 2, "bfloat16"),
+        ("accelerator", 8, "float32"),
+        ("cpu", 1, "bfloat16"),
+        ("cpu", 2, "float32"),
+        ("cpu", 8, "bfloat16"),
+    ],
+)
 def test_the_formula_holds_for_any_sizes(kernels: Kernels, kv_heads: int, dtype: str) -> None:
-    config = small(hidden=128, micro_batch=3, sequence=200, dtype=dtype)
+    config = small(hidden=128, micro_batch=3, sequence=72, dtype=dtype)
     shape = replace(config.model.model_config, num_key_value_heads=kv_heads, intermediate_size=320)
     config = replace(config, model=replace(config.model, model_config=shape))
     assert planned_block(config, kernels).kept == kept_bytes(config, accelerator=kernels == "accelerator")
@@ -97,12 +114,9 @@ def test_gathered_inputs_are_kept_whole_when_they_are_not_gathered_again() -> No
 
 @pytest.mark.parametrize("kernels", ["accelerator", "cpu"])
 def test_context_parallel_ranks_keep_their_part_and_gathered_keys_of_one_layer_in_passing(kernels: Kernels) -> None:
-    whole, part = (planned_block(small(**SIZES, cp=cp), kernels) for cp in (1, 3))
-    assert 3 * part.kept <= whole.kept
-    chunks = [
-        measure_chunk(small(**SIZES, cp=3), StageModules(range(layers), embed=False, head=False), kernels)
-        for layers in (1, 2, 3)
-    ]
+    whole, part = (small(**CUT_IN_THREE, cp=cp) for cp in (1, 3))
+    assert 3 * planned_block(part, kernels).kept <= planned_block(whole, kernels).kept
+    chunks = [planned(part, layers, kernels) for layers in (1, 2, 3)]
     assert len({chunk.forward_peak - chunk.kept for chunk in chunks}) == 1
     assert len({chunk.fused_peak - chunk.kept for chunk in chunks[1:]}) == 1
 
@@ -129,9 +143,7 @@ def peak_of_attention(length: int, cp: int, mode: ContextMode) -> int:
 
 
 def counts(layout: dict[str, Any], recompute: bool | str) -> ChunkCounts:
-    return measure_chunk(
-        small(**SIZES, **layout, recompute=recompute), StageModules(range(2), embed=False, head=False), "accelerator"
-    )
+    return planned(small(**SIZES, **layout, recompute=recompute), 2, "accelerator")
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}], ids=["one", "tp", "sp"])
@@ -148,8 +160,7 @@ def test_selective_recomputation_multiplies_nothing_again_and_sends_nothing_over
 
 @pytest.mark.parametrize("kernels", ["cpu", "cpu_onednn"])
 def test_a_cpus_backward_of_gathered_attention_multiplies_as_often_as_that_of_whole_rows(kernels: Kernels) -> None:
-    held = StageModules(range(1), embed=False, head=False)
-    whole, part = (measure_chunk(small(hidden=64, sequence=256, cp=cp), held, kernels) for cp in (1, 2))
+    whole, part = (planned(small(**(SIZES | {"sequence": 128}), cp=cp), 1, kernels) for cp in (1, 2))
     assert (part.forward["matmul"], part.backward["matmul"]) == (
         whole.forward["matmul"] // 2,
         whole.backward["matmul"] // 2,

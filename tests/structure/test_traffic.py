@@ -48,17 +48,12 @@ PLANNER = Planner(find_cluster("h100", 8))
 """One for all: it measures what layouts share once."""
 
 CASES = [
-    Case(dp=2),
-    Case(dp=2, zero_stage=1),
     Case(dp=2, zero_stage=1, rows=1),
     Case(dp=3, zero_stage=1, tied=True),
-    Case(tp=2),
     Case(tp=2, tp_mode="REDUCE_SCATTER"),
     Case(tp=2, tp_mode="REDUCE_SCATTER", tp_recompute_allgather=False, dtype="float64"),
-    Case(pp=2),
     Case(pp=2, tied=True, schedule="zb_h1"),
     Case(dp=2, tp=2, pp=2, tied=True),
-    Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER"),
     Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER", tied=True),
     Case(cp=2),
     Case(cp=2, recompute_layer="selective"),
@@ -67,9 +62,12 @@ CASES = [
     Case(cp=2, tp=2, tp_mode="REDUCE_SCATTER"),
     Case(cp=2, dp=2, pp=2, zero_stage=1, tied=True),
 ]
+ALONE = [Case(dp=2), Case(dp=2, zero_stage=1), Case(tp=2), Case(pp=2)]
+ALONE += [Case(dp=2, tp=2, pp=2, zero_stage=1, tp_mode="REDUCE_SCATTER")]
+"""What some case above does beside something else."""
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in ALONE)], ids=str)
 def test_a_step_sends_the_least_its_layout_needs_and_what_the_planner_says(pool: Pool, case: Case) -> None:
     config = config_of(case)
     plan = PLANNER.plan(config, every_layer=True)
