@@ -59,7 +59,7 @@ def compiled_graphs(rank: int, world: int, layers: int, recompute: bool) -> Comp
     return Compiled(graphs[0], graphs[2])
 
 
-@pytest.mark.parametrize(("layers", "recompute"), [(1, False), (3, True)])
+@pytest.mark.parametrize(("layers", "recompute"), [(3, True), pytest.param(1, False, marks=pytest.mark.nightly)])
 def test_each_function_is_compiled_once_whatever_the_number_of_layers_and_steps(
     pool: Pool, layers: int, recompute: bool
 ) -> None:

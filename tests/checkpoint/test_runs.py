@@ -75,8 +75,15 @@ def hugging_face(folder: Path) -> dict[str, Any]:
 DATA = {"dummy": dummy, "nanoset": nanoset, "hugging face": hugging_face}
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize("data", ["dummy", "nanoset", "hugging face"])
+STOPPED = [("dummy", (2, 2, 1)), ("nanoset", (1, 1, 2)), ("nanoset", (2, 2, 1)), ("hugging face", (2, 1, 2))]
+ALONE = [(data, layout) for data in DATA for layout in ((1, 1, 1), (2, 2, 1), (1, 1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("data", "layout"),
+    [*STOPPED, *(pytest.param(*each, marks=pytest.mark.nightly) for each in ALONE if each not in STOPPED)],
+    ids=str,
+)
 def test_a_run_that_stopped_goes_on_bit_for_bit(pool, tmp_path: Path, layout, data: str) -> None:
     world = layout[0] * layout[1] * layout[2]
     straight, stopped = (values_of(tmp_path / name, layout) for name in ("straight", "stopped"))

@@ -21,7 +21,7 @@ from tests.commands import LONGEST_S, Command, nanotron
 ROOT = Path(__file__).parents[2]
 CONFIG = """
 general: {project: tiny, seed: 1, timeout_s: 30}
-parallelism: {tp: 2, pp: 2}
+parallelism: {tp: 2}
 model:
   dtype: float32
   model_config: {hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 64, vocab_size: 64}
@@ -30,12 +30,12 @@ optimizer: {learning_rate_scheduler: {learning_rate: 1.0e-3, min_decay_lr: 1.0e-
 checkpoints: {checkpoints_path: run, checkpoint_interval: 100000}
 data_stages: [{name: main, start_training_step: 1, data: {dataset: null}}]
 """
-ONE_RANK = ["--override=parallelism.tp=1", "--override=parallelism.pp=1"]
+ONE_RANK = ["--override=parallelism.tp=1"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A working directory with a config of 4 ranks."""
+    """A working directory with a config of 2 ranks."""
     (tmp_path / "tiny.yaml").write_text(CONFIG)
     return tmp_path
 
@@ -50,12 +50,12 @@ def driver(folder: Path, before: str = "", after: str = "") -> str:
 
 def torchrun(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Two ranks, each a program of its own: seconds of imports that only a test of torchrun's own ways should take."""
-    options = ("--config-file", "tiny.yaml", "--override=parallelism.pp=1", *arguments)
-    return nanotron(folder, "torchrun", "--standalone", "--nproc_per_node=2", script, *options)
+    options = ("--standalone", "--nproc_per_node=2", script, "--config-file", "tiny.yaml")
+    return nanotron(folder, "torchrun", *options, *arguments)
 
 
 def train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`nanotron train` with four ranks."""
+    """`nanotron train` with two ranks."""
     return nanotron(folder, "train", "tiny.yaml", *arguments)
 
 
@@ -93,7 +93,7 @@ assert not [name for name in heavy if name in sys.modules]
     command = [sys.executable, driver(folder, after=after), "--config-file", "tiny.yaml", *ONE_RANK]
     one = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert one.returncode == codes.DONE, one.stderr
-    four = train(folder / "four")
+    four = train(folder / "four", "--override=parallelism.pp=2")
     assert four.returncode == codes.DONE, four.stderr
     assert losses(folder) == pytest.approx(losses(folder / "four"), rel=1e-5)
 
@@ -160,7 +160,7 @@ def test_code_of_the_users_that_exits_ends_the_run_as_a_mistake_told_once(folder
     (folder / "own.py").write_text("def f():\n    yield list(range(64)) * 9\n    exit(0)\n")
     config = CONFIG.replace("{dataset: null}", '{dataset: {python: "own.py:f"}, num_loading_workers: 1}')
     (folder / "tiny.yaml").write_text(config)
-    done = train(folder, "--override=parallelism.pp=1", "--override=tokens.train_steps=50")
+    done = train(folder, "--override=tokens.train_steps=50")
     assert done.returncode == codes.USER_MISTAKE, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(
@@ -239,7 +239,7 @@ def test_a_killed_rank_is_named_in_the_last_line(folder: Path) -> None:
 def test_the_ranks_save_and_end_when_their_parent_is_killed(folder: Path) -> None:
     process = start_long_run(folder)
     ranks = children(process.pid)
-    assert len(ranks) == 4
+    assert len(ranks) == 2
     process.send_signal(signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + LONGEST_S
@@ -276,7 +276,7 @@ def test_a_mistake_that_one_rank_alone_finds_is_printed_once_and_ends_all(folder
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     script = driver(folder, before="from nanotron.launch import run\nrun.ALONE_WAIT_S = 0")
-    command = [script, "--config-file", "tiny.yaml", "--override=parallelism.pp=1"]
+    command = [script, "--config-file", "tiny.yaml"]
     ranks = []
     for rank, others in (("0", []), ("1", ["--override=tokens.sequence_length=0"])):
         environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

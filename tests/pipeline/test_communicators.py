@@ -138,7 +138,7 @@ def test_with_one_communicator_for_both_the_numbers_would_be_wrong() -> None:
     """The mistake that the purposes of communicators prevent; in a pool of its own, for its ranks may hang."""
     expected, pool = on_one_device(6, cp=2), Pool()
     try:
-        found = pool.run(6, gradients, "zbv", "unequal", True, timeout=10)
+        found = pool.run(6, gradients, "zbv", "unequal", True, timeout=5)
     except CaseFailed:
         return
     finally:

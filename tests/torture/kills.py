@@ -1,4 +1,4 @@
-"""A run of four ranks that is killed again and again.
+"""A run of several ranks that is killed again and again.
 
 One rank kills itself (SIGKILL) at an instant of a phase, all others die with it, and the run starts again. At the end
 its metrics and its weights must be those of a run that was never killed.
@@ -10,6 +10,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,6 @@ from tests.pool import CaseFailed, Pool
 
 LAYOUT = (2, 2, 1)
 EXPERT_RANKS = 2
-WORLD = 4
 INTERVAL = 2
 
 PHASES = ("step", "snapshot", "shard", "before the index", "before latest.txt", "load")
@@ -37,12 +37,12 @@ class Kill(NamedTuple):
     count: int
 
 
-def draw(phase: str, random_numbers: random.Random) -> Kill:
+def draw(phase: str, world: int, random_numbers: random.Random) -> Kill:
     """A rank and an instant, late enough for a checkpoint to be complete since the start where the phase allows it.
 
     A save waits for the one before it, so whatever dies in a second save leaves a first one.
     """
-    rank = 0 if phase in ONLY_RANK_0 else random_numbers.randrange(WORLD)
+    rank = 0 if phase in ONLY_RANK_0 else random_numbers.randrange(world)
     counts = {
         "step": random_numbers.randint(2 * INTERVAL + 1, 3 * INTERVAL),
         "snapshot": 2,
@@ -110,37 +110,44 @@ def _trap_writes(folder: Any, pass_by: Callable[[], None]) -> None:
     folder._write = write
 
 
-def torture(pool: Pool, folder: Path, kills_per_phase: int, seed: int = 0, tell: Callable[[str], None] = print) -> None:
+def torture(
+    pool: Pool,
+    folder: Path,
+    kills_per_phase: int,
+    seed: int = 0,
+    tell: Callable[[str], None] = print,
+    layout: tuple[int, int, int] = LAYOUT,
+) -> None:
     """Kill a run in every phase, ``kills_per_phase`` times, in random order; raises AssertionError when it suffers."""
-    random_numbers = random.Random(seed)
-    kills = [draw(phase, random_numbers) for phase in PHASES * kills_per_phase]
+    random_numbers, world = random.Random(seed), prod(layout)
+    kills = [draw(phase, world, random_numbers) for phase in PHASES * kills_per_phase]
     first, *others = kills  # PHASES begins with one that needs no checkpoint to load
     random_numbers.shuffle(others)
     kills = [first, *others]
     steps = INTERVAL * (2 * len(kills) + 4)
     options = {"tokens__train_steps": steps, "checkpoints__checkpoint_interval": INTERVAL}
     plain, killed = (
-        sparse_values_of(folder / name, LAYOUT, EXPERT_RANKS, **options)  # some of its layers are dense
+        sparse_values_of(folder / name, layout, EXPERT_RANKS, **options)  # some of its layers are dense
         for name in ("plain", "killed")
     )
-    assert pool.run(WORLD, run, plain, timeout=3600) == [codes.DONE] * WORLD
+    assert pool.run(world, run, plain, timeout=3600) == [codes.DONE] * world
     step = 0
     for kill in kills:
-        died(pool, killed, kill)
+        died(pool, world, killed, kill)
         now = newest_step(folder / "killed")
         tell(f"{kill.phase}, rank {kill.rank}: step {step} -> {now}")
         assert now > step or kill.phase == "load", f"no progress: {kill}, step {now}"
         step = now
-    assert pool.run(WORLD, run, killed, timeout=3600) == [codes.DONE] * WORLD
+    assert pool.run(world, run, killed, timeout=3600) == [codes.DONE] * world
     assert metrics_of(folder / "killed") == metrics_of(folder / "plain")
     assert different(folder / "killed" / str(steps), folder / "plain" / str(steps)) == []
 
 
-def died(pool: Pool, values: dict[str, Any], kill: Kill) -> None:
+def died(pool: Pool, world: int, values: dict[str, Any], kill: Kill) -> None:
     """Run until the kill; anything else that ends the run is an error."""
     with pytest.raises(CaseFailed) as caught:
-        pool.run(WORLD, killed_run, values, kill, timeout=600)
-    assert f"rank {kill.rank} of {WORLD} failed:\nthe process died, exit code -9" in str(caught.value), caught.value
+        pool.run(world, killed_run, values, kill, timeout=600)
+    assert f"rank {kill.rank} of {world} failed:\nthe process died, exit code -9" in str(caught.value), caught.value
 
 
 def newest_step(folder: Path) -> int:

@@ -10,7 +10,7 @@ from tests.torture import disks, flips, kills, launches, links
 
 
 def test_a_run_killed_in_every_phase_ends_bit_for_bit_like_one_that_was_not(pool, tmp_path: Path) -> None:
-    kills.torture(pool, tmp_path, kills_per_phase=1)
+    kills.torture(pool, tmp_path, kills_per_phase=1, layout=(2, 1, 1))
 
 
 def test_a_rank_that_is_stopped_in_a_save_is_named_in_time_and_the_run_goes_on(tmp_path: Path) -> None:
