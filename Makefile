@@ -1,6 +1,6 @@
 # make train   a fresh clone to a trained model: environment, corpus, 8 ranks (dp 2 · tp 2 · pp 2), a generated text
 # make test    what a change runs   make lint    ruff and mypy           make parity  every layout against one process
-# make slowest all tests, and which 20 of them took longest
+# make slowest the same tests one after another, and which 20 of them took longest
 # make nightly what `make test` has in small, in full: parity, torture, tests of more layouts, ten times the examples
 # make torture runs killed, stopped, cut off, with flipped bits and full disks, for an hour (TORTURE="--seed 7 --only links")
 # make bench   ours and the peers in turn, as tables: docs/benchmarks.md (BENCH="one dp2 --rounds 5" chooses)
@@ -16,6 +16,7 @@ RUN := runs/tiny_llama
 PROMPT := import os
 BENCH :=
 TORTURE := --seconds 3600
+WORKERS := 2
 
 .PHONY: train test slowest lint parity torture nightly bench setup lock reference
 .DEFAULT_GOAL := train
@@ -37,7 +38,7 @@ train: setup
 	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-k 50
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 slowest: setup
 	$(BIN)/python -m pytest --durations=20
