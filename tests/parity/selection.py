@@ -38,6 +38,7 @@ NUMBER = re.compile(r"(dp|cp|tp|pp|ep|rows|layers|length|loss_chunk)(\d+)")
 TABLE = """
 tp2 gathered overlap recompute loss_chunk8 compile qwen3 documents z_loss
 dp2 ep2 zero1 compile plain float64
+dp2 ep2 zero1 layers2 z-loss
 cp2 pp2 zb_h1 rows2 selective compile length64 documents
 pp2 afab rows6 given mistral windows
 pp2 interleaved_1f1b rows6 loss_chunk7 qwen3 window z_loss float64
