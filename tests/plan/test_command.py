@@ -19,7 +19,7 @@ from nanotron.plan.hardware import find_cluster
 from nanotron.plan.layouts import changed, is_legal
 from nanotron.plan.measure import measure_chunk
 from nanotron.plan.predict import Planner
-from nanotron.plan.search import Found, legal_layouts
+from nanotron.plan.search import Fastest, legal_layouts
 from nanotron.plan.text import plan_text, search_text
 from nanotron.training.topology import pipeline_schedule
 from tests.plan.configs import small
@@ -142,7 +142,7 @@ def test_a_search_cuts_long_rows_where_that_is_legal() -> None:
 
 def test_the_table_of_a_search_says_how_rows_are_cut() -> None:
     plan = Planner(find_cluster("h100", 8)).plan(small(cp=4, cp_mode="ALL_TO_ALL", layers=1))
-    lines = search_text(Found([({}, plan)], 1, 1)).splitlines()
+    lines = search_text(Fastest([({}, plan)], 1, 1)).splitlines()
     assert lines[2].split()[:3] == ["dp", "cp", "tp"]
     assert lines[3].split()[:4] == ["1", "4", "a", "1"]
     assert lines[-1] == "cp: g with cp_mode ALL_GATHER, a with ALL_TO_ALL"

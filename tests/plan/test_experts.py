@@ -20,7 +20,7 @@ from nanotron.plan.hardware import Cluster, find_cluster
 from nanotron.plan.layouts import changed
 from nanotron.plan.measure import Measurements, measure_chunk
 from nanotron.plan.predict import Planner
-from nanotron.plan.search import Found, legal_layouts
+from nanotron.plan.search import Fastest, legal_layouts
 from nanotron.plan.stage_costs import profiled_costs
 from nanotron.plan.text import plan_text, search_text
 from nanotron.training.topology import layers_of_stages, num_parameters
@@ -160,7 +160,7 @@ def test_a_search_tries_experts_whole_shared_on_a_node_and_by_all(planner: Plann
     }
     assert found == {(8, 1, 1), (8, 1, 2), (8, 1, 8), (4, 2, 1), (4, 2, 4)}
     plan = planner.plan(small(**ONE, dp=4, ep=2))
-    lines = search_text(Found([({}, plan)], 1, 1)).splitlines()
+    lines = search_text(Fastest([({}, plan)], 1, 1)).splitlines()
     assert lines[2].split()[:3] == ["dp", "ep", "cp"]
     assert lines[3].split()[:3] == ["4", "2", "1"]
 
