@@ -36,6 +36,8 @@ def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
             "flops.py",
             "latent_attention.py",
             "latent_decoder.py",
+            "olmoe.py",
+            "olmoe_decoder.py",
             "hf_config.py",
             "hf_deepseek.py",
             "hf_facts.py",

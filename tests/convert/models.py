@@ -60,6 +60,13 @@ SPARSE: dict[str, dict[str, Any]] = {
     },
     "qwen3-moe": {"model_type": "qwen3_moe", **_EXPERTS, "head_dim": 16, "norm_topk_prob": True},
     "qwen3-moe-some": {"model_type": "qwen3_moe", **_EXPERTS, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "attention_bias": True,
+        "pad_token_id": None,  # else its row of the embedding has no gradient there
+    },
 }
 _LATENT = {
     "kv_lora_rank": 16,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from nanotron.batch import Batch
 from nanotron.checkpoint.read import load
@@ -25,7 +26,11 @@ from nanotron.generate.decode import Decoder
 from nanotron.generate.model import load_model
 from nanotron.generate.sampling import Sampling
 from nanotron.generate.source import laid_out
+from nanotron.models.decoder import ChunkOptions
+from nanotron.models.families import family_of
 from nanotron.models.hf_config import hf_config, model_config_from_hf
+from nanotron.models.hf_tensors import hugging_face_parts
+from nanotron.models.specs import StageModules
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.topology import mesh_axes
 from tests.convert.models import SHAPE, SPARSE, hugging_face_model, weight_pieces
@@ -95,6 +100,7 @@ def said(rank: int, world: int, folder: str) -> tuple[Tensor, list[list[int]]]:
 MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 32, "intermediate_size": 14336, "router_aux_loss_coef": 0.02}
 QWEN2_MOE = {"model_type": "qwen2_moe", "num_hidden_layers": 24, "router_aux_loss_coef": 0.001}
 QWEN3_MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "norm_topk_prob": True, "num_experts": 128}
+OLMOE = {"model_type": "olmoe", "num_hidden_layers": 16, "intermediate_size": 1024, "clip_qkv": None}
 SIZES = {"hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 67}
 
 
@@ -123,6 +129,7 @@ SIZES = {"hidden_size": 2048, "num_attention_heads": 16, "vocab_size": 67}
                 "shared_expert_intermediate_size": 5632,
             },
         ),
+        (OLMOE, {"num_experts": 64, "top_k": 8, "moe_intermediate_size": 1024, "normalize_top_k": False}),
         ({**QWEN3_MOE, "num_local_experts": 16}, {"num_experts": 16, "top_k": 8, "moe_intermediate_size": 768}),
         ({**QWEN3_MOE, "decoder_sparse_step": 2}, {"num_experts": 128, "layers": [1, 3]}),
         ({**QWEN3_MOE, "mlp_only_layers": [0, 9]}, {"normalize_top_k": True, "layers": [1, 2, 3]}),
@@ -142,10 +149,10 @@ def test_what_a_config_says_of_experts_comes_in_and_goes_out(theirs: dict[str, A
 def test_what_a_config_leaves_out_is_what_transformers_takes() -> None:
     from transformers import AutoConfig
 
-    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe"):
+    for model_type in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"):
         theirs = AutoConfig.for_model(model_type, **SHAPE).to_dict()
         with_all = parse_model_config(model_config_from_hf(theirs), "test")
-        little = {**SHAPE, "model_type": model_type}
+        little = {**SHAPE, "model_type": model_type, "pad_token_id": theirs["pad_token_id"]}
         assert parse_model_config(model_config_from_hf(little), "test") == with_all, model_type
 
 
@@ -203,6 +210,43 @@ def test_a_config_that_is_not_that_of_the_experts_is_named(
         import_weights(str(tmp_path), str(tmp_path / "ours"))
 
 
+def test_clipped_queries_heads_of_another_width_and_dense_olmoe_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"clip_qkv=8.0 is not available here"):
+        model_config_from_hf({**SIZES, **OLMOE, "clip_qkv": 8.0})
+    values = model_config_from_hf({**SIZES, **OLMOE})
+    with pytest.raises(
+        ConfigError, match=r"head_dim=64 cannot .* olmoe has heads of hidden_size / num_attention_heads"
+    ):
+        hf_config(parse_model_config({**values, "head_dim": 64}, "test"), "float32")
+    with pytest.raises(ConfigError, match="is_olmoe_config cannot be exported: Hugging Face has no such family"):
+        hf_config(parse_model_config({**values, "moe_config": None}, "test"), "float32")
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_every_gradient_is_that_of_transformers(name: str) -> None:
+    original = hugging_face_model(name, torch.float64)
+    original.set_experts_implementation("eager")  # the others have no float64
+    config = parse_model_config(model_config_from_hf(original.config.to_dict()), "test")
+    family, labels = family_of(config), TOKENS.roll(-1, 1)
+    specs = family.specs(config)
+    whole = StageModules.whole(config)
+    ours = family.chunk()(config, specs, Mesh(), whole, ChunkOptions(torch.float64))
+    theirs = dict(original.named_parameters())
+    places = [(spec, part) for spec, of_one in hugging_face_parts(config, specs, fused=True).items() for part in of_one]
+    with torch.no_grad():
+        for spec, part in places:
+            target = ours.weights[spec][part.box.slices()]
+            target.copy_(theirs[part.tensor][part.foreign(part.box).slices()].view(target.shape))
+    positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
+    _, losses, _ = ours(None, Batch(TOKENS, labels, positions))
+    losses["lm"].backward()
+    cross_entropy(original(TOKENS).logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    for spec, part in places:
+        expected = theirs[part.tensor].grad[part.foreign(part.box).slices()]
+        found = ours.weights[spec].grad[part.box.slices()].view(expected.shape)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
 SHARED = {"enable_shared_expert": True, "shared_expert_intermediate_size": 24}
 
 
@@ -230,8 +274,10 @@ SHARED = {"enable_shared_expert": True, "shared_expert_intermediate_size": 24}
             "llama",
             {},
             "a model with is_llama_config and moe_config cannot be exported: Hugging Face has no such family; it has"
-            " experts with is_mistral_config, is_qwen2_config, is_qwen3_config",
+            " experts with is_mistral_config, is_qwen2_config, is_qwen3_config, is_olmoe_config",
         ),
+        ("olmoe", {"layers": [1]}, "layers=[1] cannot be exported: Hugging Face's olmoe has experts in every layer"),
+        ("olmoe", SHARED, "enable_shared_expert=true cannot be exported: Hugging Face's olmoe has false"),
     ],
     ids=str,
 )

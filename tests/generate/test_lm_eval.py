@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,19 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed; pip i
 REPOSITORY = Path(__file__).parents[2]
 
 
+SPARSE = {"is_qwen3_config": True, "moe_config": {"num_experts": 8, "moe_intermediate_size": 24}}
+
+
+@pytest.mark.parametrize("facts", [{}, SPARSE], ids=["dense", "sparse"])
 def test_lm_eval_on_an_export_finds_the_likelihoods_of_our_own_forward(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any]
 ) -> None:
     from lm_eval.tasks import TaskManager
 
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    run = write_run(tmp_path, max_position_embeddings=128)  # lm-eval cuts what is longer
+    run = write_run(tmp_path, max_position_embeddings=128, **facts)  # lm-eval cuts what is longer
     export_hf(str(run), str(tmp_path / "hf"))
     outcome = lm_eval.simple_evaluate(
         model="hf",

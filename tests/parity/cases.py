@@ -243,6 +243,9 @@ def expert_cases() -> list[Case]:
         Case(dp=2, ep=2, tp=2, zero_stage=1, router="grouped", **gathered),
         Case(dp=2, ep=2, pp=2, schedule="zb_h1", zero_stage=1, recompute_layer="selective", router="shared", **exact),
         Case(dp=2, ep=2, pp=2, schedule="zbv", router="grouped", rows=1, tied=True, zero_stage=1, **exact),
+        Case(tp=2, family="olmoe", **exact),
+        Case(tp=2, family="olmoe", recompute_layer="selective", **gathered),
+        Case(tp=4, family="olmoe", **gathered),  # two ranks share a key/value head
         Case(tp=2, pp=2, schedule="zb_h1", router="z-loss", **gathered),
         Case(tp=2, family="deepseek_v3", recompute_layer="selective", router="grouped", **gathered),
         Case(dp=2, ep=2, tp=2, cp=2, family="deepseek_v3", zero_stage=1, **exact),

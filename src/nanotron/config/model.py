@@ -218,6 +218,24 @@ class Qwen3Config(ModelConfig):
 
 
 @section
+class OlmoeConfig(ModelConfig):
+    """OLMoE: Llama with one norm of all of a token's queries, and one of all its keys; with `moe_config`."""
+
+    is_olmoe_config: Literal[True] = key(True, "Marks the family.", marker=True)
+    attention_bias: bool = key(False, "Biases on the q, k, v and output projections of attention.")
+
+    @property
+    def out_bias(self) -> bool:
+        """Whether the attention's output projection has a bias."""
+        return self.attention_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return True
+
+
+@section
 class DeepseekConfig(ModelConfig):
     """Multi-head latent attention, in which keys and values come from one short vector."""
 

@@ -300,16 +300,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary, spans: Spans | None, cache: LayerCache | None) -> Tensor:
         q, kv = linear(x, [self.q, self.kv], self.tp, enter=self.tp.enter, biases=self.qkv_biases)
-        q = q.view(*q.shape[:2], -1, self.head_dim)  # [b, s, h/t·e] -> [b, s, h/t, e]
-        k, v = kv.view(*kv.shape[:2], 2, -1, self.head_dim).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
-        q, k = self.fuse(queries_and_keys)(
-            q, k, self.q_norm, self.k_norm, self.eps, rotary.cos, rotary.sin, interleaved=rotary.interleaved
-        )
+        q, k, v = self.heads(q, kv, rotary)
         if cache is not None:
             k, v = cache.append(k, v)  # [b, s, kv/t, e] -> [b, n, kv/t, e], the earlier tokens' first
         attended = self.attend(q, k, v, spans)  # [b, s, h/t, e]
         (y,) = linear(attended.flatten(2), [self.out], self.tp, exit=self.tp.exit, biases=self.out_biases)
         return y
+
+    def heads(self, q: Tensor, kv: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as attention wants them: normalised, with positions."""
+        q = q.view(*q.shape[:2], -1, self.head_dim)  # [b, s, h/t·e] -> [b, s, h/t, e]
+        k, v = kv.view(*kv.shape[:2], 2, -1, self.head_dim).unbind(2)  # [b, s, 2·kv/t·e] -> 2 × [b, s, kv/t, e]
+        q, k = self.fuse(queries_and_keys)(
+            q, k, self.q_norm, self.k_norm, self.eps, rotary.cos, rotary.sin, interleaved=rotary.interleaved
+        )
+        return q, k, v
 
 
 class MLP(nn.Module):

@@ -15,6 +15,7 @@ from nanotron.config.model import (
     LlamaConfig,
     MistralConfig,
     ModelConfig,
+    OlmoeConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -22,6 +23,7 @@ from nanotron.models import hf_facts
 from nanotron.models.family import Family
 from nanotron.models.flops import attention_flops, head_flops
 from nanotron.models.latent_attention import latent_attention_specs, latent_chunk, latent_layer_flops
+from nanotron.models.olmoe import olmoe_chunk, olmoe_specs
 from nanotron.models.specs import decoder_specs
 
 _LATENT: dict[str, Any] = {
@@ -35,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(MistralConfig, hf_facts.MISTRAL, hf_facts.MIXTRAL),
     "qwen2": Family(Qwen2Config, hf_facts.QWEN2, hf_facts.QWEN2_MOE),
     "qwen3": Family(Qwen3Config, hf_facts.QWEN3, hf_facts.QWEN3_MOE),
+    "olmoe": Family(OlmoeConfig, None, hf_facts.OLMOE, specs=olmoe_specs, chunk=olmoe_chunk),
     "deepseek_v2": Family(DeepseekV2Config, hugging_face_sparse=hf_facts.DEEPSEEK_V2, **_LATENT),
     "deepseek_v3": Family(DeepseekV3Config, hugging_face_sparse=hf_facts.DEEPSEEK_V3, **_LATENT),
 }
