@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nanotron.config import get_config_from_dict
-from nanotron.launch.alike import Facts, differences, disagreements, facts_of, named, told
+from nanotron.launch.alike import Facts, device_problems, differences, disagreements, facts_of, named, told
 from nanotron.launch.place import Place
 from nanotron.parallel.agreement import Agreement
 from tests.checkpoint.runs import values_of
@@ -100,3 +100,20 @@ def test_all_ranks_hear_what_one_has_otherwise_or_found_alone(pool) -> None:
     line = "optimizer.clip_grad: 0.5 on rank 1, 1.0 on ranks 0, 2; give every rank the same config"
     assert pool.run(3, compare, [plain, other, plain], [[], [], []]) == [[line]] * 3
     assert pool.run(3, compare, [plain, other, plain], [[], [], ["x: wrong"]]) == [["rank 2: x: wrong"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "told"),
+    [
+        ([("cpu", None)] * 3, []),
+        ([("cuda", "a"), ("cuda", "b")], []),
+        ([("cuda", None), ("cuda", None)], []),  # a kind of device that has no such name
+        ([("cuda", "a"), ("cuda", "b"), ("cuda", "a")], ["ranks 0, 2 have one cuda device (a) between them; start"]),
+        ([("cuda", "a"), ("cpu", None), ("cuda", "b")], ["cpu on rank 1, cuda on ranks 0, 2; let"]),
+    ],
+    ids=["CPUs", "one each", "unknown", "shared", "mixed"],
+)
+def test_each_rank_needs_a_device_of_its_own_and_all_of_one_kind(devices: list[Any], told: list[str]) -> None:
+    found = device_problems(devices)
+    assert len(found) == len(told)
+    assert all(part in line for part, line in zip(told, found, strict=True))

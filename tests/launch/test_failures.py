@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanotron.launch.failures import Failure, failure_of, first_of, read_failures, write_failure
+from nanotron.launch.failures import Failure, failure_of, first_of, read_failures, record_collectives, write_failure
 from nanotron.parallel.store import LostPeers, LostStore
 
 
@@ -68,3 +68,13 @@ def test_a_failure_survives_its_file_and_a_broken_one_is_left_out(tmp_path: Path
 def test_the_place_in_torchs_own_sources_is_left_out() -> None:
     error = RuntimeError("[/a/b/gloo/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete")
     assert failure_of(error, 0).error == "RuntimeError: Timed out waiting 5000ms for recv operation to complete"
+
+
+def test_collectives_in_flight_go_into_the_runs_folder_unless_the_environment_says_where(tmp_path: Path) -> None:
+    environment = {"TORCH_FR_BUFFER_SIZE": "5"}
+    record_collectives(environment, tmp_path)
+    assert environment == {
+        "TORCH_FR_BUFFER_SIZE": "5",
+        "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "failures/nccl-"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }

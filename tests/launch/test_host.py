@@ -1,5 +1,6 @@
 """Ranks of one machine, started and watched by a parent."""
 
+import ctypes
 import faulthandler
 import itertools
 import os
@@ -13,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from nanotron.launch import codes, host
-from nanotron.launch.failures import STACK_SIGNAL, first_of
+from nanotron.launch.failures import STACK_SIGNAL, first_of, stacks_on_record
 from nanotron.launch.host import Workers, exit_code, start_workers, watch_workers
+from nanotron.launch.parent import closing_lines
 
 
 def run(entry: Callable[[Sequence[str]], int], world: int, *argv: str, stop_grace_s: float = 20.0) -> Workers:
@@ -173,3 +175,43 @@ def test_a_fresh_rank_runs_the_same_entry() -> None:
     assert (
         program == "import sys; from " + code_of_rank.__module__ + " import code_of_rank; sys.exit(code_of_rank(['3']))"
     )
+
+
+def abort_while_another_rank_is_blocked(argv: Sequence[str]) -> int:
+    """Rank 0 never joins what the others wait for; their watchdog, a thread that is not Python's, ends them."""
+    libc, rank = ctypes.CDLL(None), int(os.environ["RANK"])
+    with stacks_on_record(Path(argv[0]), rank):
+        if rank > 0:
+            libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.abort, None)
+        time.sleep(60)
+    return 0
+
+
+def abort_on_rank_one(argv: Sequence[str]) -> int:
+    with stacks_on_record(Path(argv[0]), int(os.environ["RANK"])):
+        if os.environ["RANK"] == "1":
+            os.abort()
+        time.sleep(60)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("entry", "world", "named"),
+    [
+        (abort_while_another_rank_is_blocked, 3, "failed first: rank 0 fell behind and said nothing; waiting for it: "),
+        (abort_on_rank_one, 2, "failed first: rank 1 on "),
+    ],
+)
+def test_the_rank_that_a_watchdog_waited_for_is_named_and_not_those_that_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: Callable[[Sequence[str]], int], world: int, named: str
+) -> None:
+    monkeypatch.setattr(host, "FAILURE_GRACE_S", 0.3)
+    workers = run(entry, world, str(tmp_path))
+    *_, last = closing_lines(exit_code(workers), workers, tmp_path, [])
+    assert last.startswith(named)
+
+
+def test_a_rank_that_ends_by_itself_leaves_no_stacks(tmp_path: Path) -> None:
+    with stacks_on_record(tmp_path, 0):
+        assert (tmp_path / "failures/rank-0.stack").exists()
+    assert list(tmp_path.iterdir()) == []

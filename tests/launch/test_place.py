@@ -4,12 +4,13 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanotron.errors import ConfigError
-from nanotron.launch.place import Place, num_cores, num_threads
+from nanotron.launch.place import Place, choose_device, identity_of, num_cores, num_threads
 from tests.commands import nanotron
 
 FAULTS = """
@@ -139,3 +140,51 @@ def test_matmuls_of_ever_new_shapes_do_not_fill_the_memory(tmp_path: Path, monke
         return int(nanotron(tmp_path, "shapes.py", environment=wished).stdout)
 
     assert growth({}) < growth(dict.fromkeys(names, "1024")) / 2
+
+
+@pytest.mark.parametrize(("seen", "index"), [(8, 3), (1, 0)], ids=["8 of 8", "its own alone"])
+def test_a_rank_takes_the_device_of_its_number_or_the_one_it_is_shown(
+    monkeypatch: pytest.MonkeyPatch, seen: int, index: int
+) -> None:
+    chosen = fake_accelerators(monkeypatch, seen)
+    device, backend = choose_device(Place(rank=11, world=16, local_rank=3, local_world=8))
+    assert (device, backend) == (torch.device("cuda", index), "nccl")
+    assert chosen == [index]
+
+
+def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_accelerators(monkeypatch, 4)
+    with pytest.raises(ConfigError, match="8 ranks on this machine, which has 4 cuda devices"):
+        choose_device(Place(rank=3, world=8, local_rank=3, local_world=8))
+
+
+def fake_accelerators(monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
+    """Let torch see so many GPUs; returns the indices that are chosen."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    return chosen
+
+
+def test_a_device_is_identified_by_what_its_driver_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {0: SimpleNamespace(uuid="GPU-a"), 1: SimpleNamespace()}
+    module = SimpleNamespace(get_device_properties=lambda device: known[device.index])
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")]
+    assert [identity_of(device) for device in devices] == ["GPU-a", None, None]
+
+
+DETERMINISTIC = """
+import os, torch
+from nanotron.launch.place import repeat_bits
+
+repeat_bits(os.environ)
+print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+print(torch.backends.cuda.cudnn_sdp_enabled(), os.environ["CUBLAS_WORKSPACE_CONFIG"])
+"""
+
+
+def test_a_deterministic_run_refuses_kernels_whose_bits_change(tmp_path: Path) -> None:
+    (tmp_path / "bits.py").write_text(DETERMINISTIC)
+    assert nanotron(tmp_path, "bits.py").stdout.split() == ["True", "False", "False", ":4096:8"]

@@ -48,6 +48,11 @@ class GeneralArgs:
     threads_per_rank: Count | None = key(
         None, "CPU threads of each rank.", derived="cores of the machine // ranks on it, at least 1", gt=0
     )
+    deterministic: bool = key(
+        False,
+        "On an accelerator, choose kernels that give the same bits in every run, and refuse what has none: slower. A"
+        " CPU's always do.",
+    )
     timeout_s: Float = key(
         600.0,
         "Seconds that a rank waits for another one's sign of life before the run ends and names that one.",

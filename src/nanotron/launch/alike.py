@@ -54,6 +54,25 @@ def disagreements(agreement: Agreement, place: Place, config: Config | None, mis
     return list(answer["lines"])
 
 
+def device_problems(devices: Sequence[tuple[str, str | None]]) -> list[str]:
+    """What is wrong with the ranks' devices, each given by its kind and what no other one is called."""
+    holders: dict[str, list[int]] = {}
+    kinds: dict[str, list[int]] = {}
+    for rank, (kind, identity) in enumerate(devices):
+        kinds.setdefault(kind, []).append(rank)
+        if identity is not None:
+            holders.setdefault(identity, []).append(rank)
+    if len(kinds) > 1:
+        found = ", ".join(f"{kind} on {named(ranks)}" for kind, ranks in sorted(kinds.items(), key=lambda i: len(i[1])))
+        return [f"the ranks run on different devices: {found}; let each rank see an accelerator, or none of them"]
+    return [
+        f"{named(ranks)} have one {devices[ranks[0]][0]} device ({identity}) between them; start at most one rank per "
+        "device, or show each rank another one"
+        for identity, ranks in holders.items()
+        if len(ranks) > 1
+    ]
+
+
 def facts_of(config: Config) -> Facts:
     """All keys that count. The run's name is not compared: its date may differ by a second, and rank 0's is taken."""
     values = _flat(config.to_dict())

@@ -2,7 +2,8 @@
 
 Every failing rank writes ``failures/rank-N.json`` in the run directory. A rank whose connection broke only suffers what
 another one did, so *its* failure never counts as the first where a real one exists; and a rank that waited in vain
-points to one that is behind.
+points to one that is behind. NCCL ends a rank that waited too long by a thread of its own, its watchdog, before Python
+can say anything. What is left then is ``failures/rank-N.stack``, by the signal's handler: where Python's threads were.
 
     kind      own      raised by this rank's own work                       first of all, by time
               killed   ended by a signal (only the parent can tell)         alike
@@ -12,6 +13,7 @@ points to one that is behind.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import re
@@ -19,9 +21,9 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,65 @@ RECORD = TypeAdapter(Failure)
 def record_path(run_dir: Path, rank: int) -> Path:
     """Where a rank's failure is recorded."""
     return run_dir / "failures" / f"rank-{rank}.json"
+
+
+def stack_path(run_dir: Path, rank: int) -> Path:
+    """Where a rank's stacks are put when a signal such as SIGABRT or SIGSEGV ends it."""
+    return run_dir / "failures" / f"rank-{rank}.stack"
+
+
+@contextmanager
+def stacks_on_record(run_dir: Path, rank: int) -> Iterator[None]:
+    """While the block lasts, what ends this rank outside of Python leaves the stacks of Python's threads behind."""
+    path = stack_path(run_dir, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w", encoding="utf-8")
+    except OSError:  # a full disk, say: then to where errors go
+        faulthandler.enable()
+        yield
+        return
+    with file:
+        faulthandler.enable(file)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+            with suppress(OSError):  # the folder may be gone, or hold what failed
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()
+
+
+def record_collectives(environment: MutableMapping[str, str], run_dir: Path) -> None:
+    """Let NCCL's watchdog write what each rank had in flight into ``failures/nccl-N`` before it ends a rank."""
+    wanted = {
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that are remembered
+        "TORCH_FR_DUMP_TEMP_FILE": str(run_dir / "failures" / "nccl-"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    for name, value in wanted.items():
+        environment.setdefault(name, value)
+
+
+def judged_by_stack(killed: Failure, run_dir: Path) -> Failure:
+    """A rank that a signal ended; one whose watchdog did so only waited, as the stacks that it left behind tell.
+
+    They mark the thread that was ended, unless that was none of Python's.
+    """
+    try:
+        stack = stack_path(run_dir, killed.rank).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return killed
+    if not stack.startswith("Fatal Python error: Aborted") or "Current thread" in stack:
+        return killed
+    return replace(killed, kind="timeout", error=f"waited for a collective until its watchdog ended it{_at(stack)}")
+
+
+def _at(stack: str) -> str:
+    """Of stacks, ` at <file>:<line>`: where the main thread, which comes last, was in our code."""
+    *_, main = stack.split("\n\n")
+    found = re.search(r'nanotron/(\S+\.py)", line (\d+)', main)
+    return f" at {found[1]}:{found[2]}" if found else ""
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nanotron.errors import ConfigError, complain, say
 from nanotron.launch import codes
 from nanotron.launch.display import Display, Tail
-from nanotron.launch.failures import Failure, first_of, read_failures, verdict
+from nanotron.launch.failures import Failure, first_of, judged_by_stack, read_failures, stack_path, verdict
 from nanotron.launch.folder import run_directory
 from nanotron.launch.host import Workers, exit_code, start_workers, watch_workers
 from nanotron.launch.run import SAVE_MARGIN_S, checked_config, run_train
@@ -100,12 +100,14 @@ def closing_lines(code: int, workers: Workers, run_dir: Path, earlier: Sequence[
     if code != codes.INTERNAL_ERROR:
         return []
     accounts = [failure for failure in read_failures(run_dir) if failure not in earlier]
-    recorded = [*workers.killed(), *accounts]
+    killed = workers.killed()
+    recorded = [*(judged_by_stack(failure, run_dir) for failure in killed), *accounts]
     first = first_of(recorded)
     if first is None:
         bad = workers.first_bad
         return [f"failed first: rank {bad[0]}, exit status {bad[1]}"] if bad else []
-    lines = [f"the ranks' own accounts are in {run_dir / 'failures'}"] if accounts else []
+    told = accounts or any(stack_path(run_dir, failure.rank).exists() for failure in killed)
+    lines = [f"the ranks' own accounts are in {run_dir / 'failures'}"] if told else []
     silent = sorted(set(workers.ended) - {failure.rank for failure in recorded})
     return [*lines, verdict(first, silent)]
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError, complain
 from nanotron.launch import codes
-from nanotron.launch.alike import disagreements
-from nanotron.launch.place import Place
+from nanotron.launch.alike import device_problems, disagreements
+from nanotron.launch.place import Place, identity_of
 from nanotron.launch.roll import STORE_WAIT_S, Roll
 from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.store import BoundedStore, LostPeers
@@ -69,10 +69,13 @@ class Peers:
         self.training_store = PrefixStore("training", own or _reach_store(address, port, timeout_s))
 
     def gather(self, backend: str, device: torch.device, timeout: timedelta) -> None:
-        """Create the default process group; collective."""
+        """Create the default process group; collective. Raises ConfigError for ranks that share a device."""
         import torch.distributed as dist
 
         self.meet(timeout.total_seconds())
+        problems = self._agreement.decide("devices", [device.type, identity_of(device)], device_problems)
+        if problems:
+            raise ConfigError(problems)
         dist.init_process_group(
             backend,
             store=self._groups_store,

@@ -114,7 +114,8 @@ def num_cores() -> int:
 def choose_device(place: Place) -> tuple[torch.device, str]:
     """This rank's device and the backend that connects such devices: an accelerator when there is one, else the CPU.
 
-    Raises ConfigError when the machine has fewer accelerators than ranks.
+    A launcher may show each rank its own accelerator alone, which is number 0 to each of them (srun --gpus-per-task=1);
+    whether it is their own, the ranks tell each other (alike.py). Raises ConfigError for fewer accelerators than ranks.
     """
     import torch
     import torch.distributed as dist
@@ -123,13 +124,39 @@ def choose_device(place: Place) -> tuple[torch.device, str]:
     backend = dist.get_default_backend_for_device(kind) if kind is not None else "gloo"
     if kind is None or backend == "gloo":
         return torch.device("cpu"), "gloo"
-    if place.local_world > torch.accelerator.device_count():
+    count = torch.accelerator.device_count()
+    if 1 < count < place.local_world:
         raise ConfigError(
-            f"{place.local_world} ranks on this machine, which has {torch.accelerator.device_count()} {kind.type} "
-            "devices; start at most one rank per device"
+            f"{place.local_world} ranks on this machine, which has {count} {kind.type} devices; start at most one rank "
+            "per device"
         )
-    torch.accelerator.set_device_index(place.local_rank)
-    return torch.device(kind.type, place.local_rank), backend
+    index = place.local_rank if count > 1 else 0
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index), backend
+
+
+def identity_of(device: torch.device) -> str | None:
+    """What no other accelerator is called, on any machine; None for a CPU, and where the device does not tell."""
+    import torch
+
+    if device.type == "cpu":
+        return None
+    found = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    return None if found is None else str(found)
+
+
+def repeat_bits(environment: MutableMapping[str, str]) -> None:
+    """Let an accelerator give the same bits whenever it computes the same; what cannot raises an error that names it.
+
+    Has to come before the first kernel. cuDNN's attention is left out, cuBLAS keeps one workspace per stream, flash
+    attention's backward and ``index_add_`` add up in a fixed order.
+    """
+    import torch
+
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def schedule_as_batch() -> None:

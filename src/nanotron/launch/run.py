@@ -27,7 +27,9 @@ from nanotron.launch.failures import (
     STACK_SIGNAL,
     Failure,
     failure_of,
+    record_collectives,
     record_path,
+    stacks_on_record,
     tell_torchrun,
     verdict,
     write_failure,
@@ -40,6 +42,7 @@ from nanotron.launch.place import (
     keep_few_shapes,
     keep_freed_memory,
     num_threads,
+    repeat_bits,
     schedule_as_batch,
 )
 from nanotron.launch.roll import claimed
@@ -176,15 +179,16 @@ def _train(
                 logger.info(notice)
         from nanotron.training.trainer import train
 
-        return train(
-            config,
-            mesh,
-            device,
-            store=peers.training_store,
-            allow_data_change=allow_data_change,
-            before_training=partial(by_rank_0, "description", partial(describe_run, run_dir, config, mesh, device)),
-            stoppable=partial(watch.training, grace_s=config.checkpoints.preempt_grace_s + SAVE_MARGIN_S),
-        )
+        with stacks_on_record(run_dir, place.rank):
+            return train(
+                config,
+                mesh,
+                device,
+                store=peers.training_store,
+                allow_data_change=allow_data_change,
+                before_training=partial(by_rank_0, "description", partial(describe_run, run_dir, config, mesh, device)),
+                stoppable=partial(watch.training, grace_s=config.checkpoints.preempt_grace_s + SAVE_MARGIN_S),
+            )
 
 
 def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, Mesh]:
@@ -200,12 +204,16 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     prepare_data(config)  # before any group's timeout runs
     torch.set_num_threads(num_threads(general.threads_per_rank, place, os.environ))
     device, backend = choose_device(place)
+    if general.deterministic:
+        repeat_bits(os.environ)
     if device.type == "cpu":
         keep_freed_memory()
         keep_few_shapes(os.environ)
     if place.world > 1:
         if backend == "gloo":
             schedule_as_batch()
+        else:
+            record_collectives(os.environ, run_directory(config))
         timeout = timedelta(seconds=general.timeout_s)
         peers.gather(backend, device, timeout)
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
