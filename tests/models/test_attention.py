@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import get_args
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from nanotron.batch import Span, document_spans
+from nanotron.ops import attention
 from nanotron.ops.attention import LONG, causal_attention
 from nanotron.ops.kernels import Kernels
 
@@ -217,3 +219,71 @@ class _Largest(TorchDispatchMode):
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.numel = max(self.numel, *sizes, 0)
         return result
+
+
+@pytest.mark.parametrize(("documents", "window"), [(True, None), (False, 20), (True, 20)])
+def test_on_a_device_documents_and_windows_are_one_kernel_that_keeps_nothing_by_the_square(documents, window):
+    """On "meta", for which torch has the kernel's shapes: its other attention there keeps all scores."""
+    rows, length = 2, 96
+    q, k, v, _ = (x.to("meta") for x in inputs(rows, length, 4, 2, torch.bfloat16))
+    spans = document_spans([[0, 40, 41], [0]], length) if documents else None
+    kept: list[tuple[int, ...]] = []
+
+    def pack(x: torch.Tensor) -> tuple[int, ...]:
+        kept.append(tuple(x.shape))
+        return tuple(x.shape)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.empty), _Largest() as made:
+        attended = causal_attention(q.requires_grad_(), k, v, spans, kernels="accelerator", window=window)
+    assert attended.shape == q.shape
+    assert max(map(prod, kept)) == made.numel == rows * length * 4 * 16, "something is larger than the queries"
+
+
+def attention_by_lengths(q, k, v, starts, key_starts, longest, longest_key, *, window_size, enable_gqa):
+    """``varlen_attn`` as its documentation has it, document by document."""
+    lengths = starts.diff().tolist()
+    assert starts.dtype == torch.int32
+    assert (starts is key_starts, longest, longest_key) == (True, max(lengths), max(lengths))
+    before, after = window_size
+    parts = []
+    for document in zip(*(x.transpose(0, 1).split(lengths, 1) for x in (q, k, v)), strict=True):  # [h, tokens, e]
+        tokens = torch.arange(document[0].shape[1])
+        distance = tokens[:, None] - tokens
+        mask = (distance >= -after) & (distance <= before if before >= 0 else True)
+        attended = F.scaled_dot_product_attention(*document, attn_mask=mask, enable_gqa=enable_gqa)
+        parts.append(attended.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(("documents", "window"), [(True, None), (False, 20), (True, 20)])
+def test_the_kernel_for_many_lengths_is_told_what_each_token_sees(monkeypatch, documents, window, kv_heads):
+    rows, length = 2, 96
+    q, k, v, grad = inputs(rows, length, 4, kv_heads, torch.bfloat16)
+    spans = document_spans([[0, 40, 41], [0]], length) if documents else None
+
+    def attend(*x):
+        return causal_attention(*x, spans, kernels="accelerator", window=window)
+
+    expected = value_and_grads(attend, q, k, v, grad)
+    monkeypatch.setattr(attention, "_has_flash", lambda device: True)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_lengths)
+    monkeypatch.setattr(attention, "_attend", None)  # the other way there is
+    for ours, theirs in zip(value_and_grads(attend, q, k, v, grad), expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=2e-2 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.float32, 20), (torch.bfloat16, 20)])
+def test_kernels_of_a_device_that_know_no_groups_get_as_many_keys_as_queries(monkeypatch, dtype, window):
+    """Flash attention alone knows them, and takes half precision and no mask; torch then falls to what keeps scores."""
+    q, k, v, _ = (x.to("meta") for x in inputs(1, 96, 4, 2, dtype))
+    asked = []
+
+    def attention_of_torch(q, k, v, *_, enable_gqa, **options):
+        asked.append((k.shape[1], v.shape[1], enable_gqa))
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(attention, "_has_flash", lambda device: False)  # as on consumers' older cards
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention_of_torch)
+    causal_attention(q, k, v, None, kernels="accelerator", window=window)
+    assert set(asked) == {(4, 4, False)}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from nanotron.ops import kernels
-from nanotron.ops.gemm import add_gemm, gemm
+from nanotron.ops.gemm import add_gemm, adds_in, gemm
 from nanotron.ops.kernels import Kernels, kernels_of, kernels_of_processor
 from nanotron.plan.counting import Counting
 
@@ -107,3 +109,30 @@ def test_other_devices_than_a_cpu_have_torchs_own_kernels() -> None:
 def test_a_torch_without_the_operator_multiplies_by_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     assert not kernels._has_both_libraries.__wrapped__()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_device_that_adds_up_in_float32_makes_no_temporary_in_half_precision(dtype: torch.dtype) -> None:
+    class Made(Counting):
+        def _count_operator(self, func, args, result) -> None:  # type: ignore[no-untyped-def]
+            made.extend(
+                leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.shape == (24, 40)
+            )
+
+    made: list[torch.dtype] = []
+    total = torch.empty(24, 40, device="meta")
+    left, right = (torch.empty(9, size, dtype=dtype, device="meta") for size in (24, 40))
+    with Made():
+        add_gemm(total, left, right, kernels="accelerator")
+    assert made
+    assert dtype not in made
+
+
+def test_whether_a_device_adds_up_in_float32_is_asked_of_real_tensors() -> None:
+    adds_in.cache_clear()
+    with FakeTensorMode():  # as the planner does
+        assert not adds_in(torch.float32, torch.bfloat16, "cpu")
+    total, x = normal(8, 8), normal(4, 8, seed=1).bfloat16()
+    expected = total.double() + x.double().t() @ x.double()
+    add_gemm(total, x, x, kernels="accelerator")
+    torch.testing.assert_close(total.double(), expected, rtol=2e-2, atol=2e-2)

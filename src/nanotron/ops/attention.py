@@ -17,18 +17,19 @@ window either multiplies a piece of the queries with the keys that they reach, s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache, partial
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from nanotron.batch import Spans
+from nanotron.batch import Span, Spans
 from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels
 
+_HALF = (torch.bfloat16, torch.float16)
 LONG = 768
 """Tokens from which on float32 matmuls are large enough to be made one by one, which oneDNN is best at."""
 
@@ -50,6 +51,8 @@ def causal_attention(
     ``only_gradient``: nobody reads the values, backward is all that is wanted: where it needs none, there are none.
     In generation k and v begin with m − s tokens of earlier calls.
     """
+    if kernels == "accelerator" and _is_for_varlen(q, k, v, spans, window):
+        return _varlen(q, k, v, spans, window)
     attend = partial(_attend, window=window, kernels=kernels, only_gradient=only_gradient)
     if spans is None:
         return attend(q, k, v)
@@ -61,6 +64,54 @@ def causal_attention(
         for i, row in enumerate(spans)
     ]
     return torch.cat([torch.cat(parts, dim=1) for parts in rows])
+
+
+def _is_for_varlen(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, window: int | None) -> bool:
+    """Whether flash attention to rows of many lengths takes this: documents or a window, each token its own key."""
+    s, e = q.shape[1], q.shape[-1]
+    fits = q.dtype in _HALF and e == v.shape[-1] and e % 8 == 0 and e <= 256
+    if not (fits and _has_flash(q.device) and s == k.shape[1]):
+        return False
+    if spans is None:
+        return window is not None and window < s
+    return all((span.q_lo, span.q_hi) == (span.k_lo, span.k_hi) for row in set(spans) for span in row)
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, window: int | None) -> Tensor:
+    """Attention of all rows in one kernel, which needs no mask: q [b, s, h, e]; k, v [b, s, n, e] -> [b, s, h, e].
+
+    It is told where each span begins in the tokens of all rows.
+    """
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo: seconds, on every rank
+
+    rows, length = q.shape[:2]
+    starts, longest = _starts(spans or ((Span(0, length, 0, length),),) * rows, length, q.device)
+    attended = varlen_attn(
+        q.flatten(0, 1),  # [b, s, h, e] -> [b·s, h, e]
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        starts,
+        starts,
+        longest,
+        longest,
+        window_size=(-1 if window is None else window - 1, 0),  # keys before a token's own, and after it
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return cast(Tensor, attended).view(q.shape)
+
+
+@lru_cache(maxsize=64)
+def _starts(spans: Spans, length: int, device: torch.device) -> tuple[Tensor, int]:
+    """Where the spans of rows of ``length`` begin, and the last ends, and the longest span: once for all layers."""
+    starts = [row * length + span.q_lo for row, own in enumerate(spans) for span in own]
+    ends = torch.tensor([*starts, len(spans) * length], dtype=torch.int32, pin_memory=device.type == "cuda")
+    longest = max(span.q_hi - span.q_lo for own in spans for span in own)
+    return ends.to(device, non_blocking=True), longest
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, kernels: Kernels, only_gradient: bool) -> Tensor:
@@ -88,6 +139,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, kernels: Ker
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The same by torch's own choice of kernel; ``mask`` [s, m] is added to the scores, instead of the causal one."""
     s, m, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
+    if grouped and not q.is_cpu and (mask is not None or q.dtype not in _HALF):
+        # only flash attention, which takes neither, knows groups; torch would go on to the way that keeps all scores
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+        grouped = False
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
     if mask is None and 1 < s < m:
         return last_queries(q, k, v, grouped=grouped).transpose(1, 2)

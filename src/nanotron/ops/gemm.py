@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nanotron.ops.kernels import Kernels
 
@@ -22,16 +25,31 @@ def gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, *, kernels: Kernels) 
 def add_gemm(total: Tensor, left: Tensor, right: Tensor, *, kernels: Kernels) -> None:
     """total += leftᵀ · right, with left [m, n], right [m, k], total [n, k].
 
-    By oneDNN, or into another dtype, with a temporary [n, k].
+    By oneDNN, or into another dtype, with a temporary [n, k]; not where a device adds half precision up in float32.
     """
     if total.dtype != right.dtype:
-        total.add_(gemm(left.t(), right.t(), kernels=kernels))
+        if kernels == "accelerator" and adds_in(total.dtype, right.dtype, total.device.type):
+            torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+        else:
+            total.add_(gemm(left.t(), right.t(), kernels=kernels))
     elif not _by_onednn(total, kernels):
         total.addmm_(left.t(), right)
     elif left.shape[1] <= right.shape[1]:  # it copies its first argument to turn it: the smaller one
         total.add_(gemm(left.t(), right.t(), kernels=kernels))
     else:
         total.add_(gemm(right.t(), left.t(), kernels=kernels).t())
+
+
+@cache
+def adds_in(total: torch.dtype, factors: torch.dtype, device: str) -> bool:
+    """Whether a kind of device adds products of one dtype to a sum of another; tried once, on a few numbers."""
+    with _disable_current_modes():  # the answer is kept, and may not be that of fake tensors
+        sums, x = (torch.zeros(16, 16, dtype=dtype, device=device) for dtype in (total, factors))
+        try:
+            torch.addmm(sums, x, x, out_dtype=total, out=sums)
+        except RuntimeError:
+            return False
+    return True
 
 
 def _by_onednn(x: Tensor, kernels: Kernels) -> bool:
