@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nanotron.config import Config, get_config_from_dict
 from nanotron.metrics.experts import LOADS_FILE, STEPS, ExpertUse
+from nanotron.metrics.record import Metrics
+from nanotron.parallel.mesh import Mesh
 from tests.checkpoint.runs import run, sparse_values_of, values_of
 from tests.pool import Pool
 
@@ -105,3 +108,9 @@ def test_a_run_tells_the_same_of_its_experts_on_any_layout(pool: Pool, tmp_path:
     first = json.loads((tmp_path / "one" / LOADS_FILE).read_text().splitlines()[0])
     assert first.keys() == {"step", "layers.1", "layers.2"}
     assert sum(map(int, first["layers.1"].split())) == pytest.approx(800, abs=4)
+
+
+def test_a_dense_run_keeps_no_loads_of_an_earlier_run_in_its_folder(tmp_path: Path) -> None:
+    (tmp_path / LOADS_FILE).write_text('{"step": 1, "layers.1": "100 100"}\n')
+    Metrics(get_config_from_dict(values_of("unused")), Mesh(), tmp_path, device=torch.device("cpu")).close()
+    assert not (tmp_path / LOADS_FILE).exists()

@@ -88,7 +88,7 @@ def run_and_measure(rank: int, world: int, layout: dict[str, Any]) -> Measured:
     """Two steps of real training under the profiler."""
     config = small(**SMALLER, **layout)
     mesh = Mesh(mesh_axes(config), rank)
-    mesh.create_groups([stage for stages in tied_stages(config).values() for stage in stages])
+    mesh.create_groups(tied_stages=[stage for stages in tied_stages(config).values() for stage in stages])
     with frees_on_this_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         training = Training(config, mesh, "cpu")
         training.initialize()

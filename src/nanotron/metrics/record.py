@@ -17,7 +17,7 @@ from nanotron.metrics.columns import (
     TIME_MS,
 )
 from nanotron.metrics.devices import find_device
-from nanotron.metrics.experts import ExpertUse, Told, worst_load
+from nanotron.metrics.experts import LOADS_FILE, ExpertUse, Told, worst_load
 from nanotron.metrics.memory import memory_gib
 from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases, read_rows
 from nanotron.metrics.spikes import LossSpikes
@@ -68,9 +68,12 @@ class Metrics:
         self._sinks = _open_sinks(config, run_dir, start_step) if mesh.rank == 0 else []
         self._failing: set[Sink] = set()
         self._spikes = LossSpikes()
-        sparse = mesh.rank == 0 and config.model.model_config.sparse_layers
-        self._experts = ExpertUse(config, run_dir, start_step) if sparse else None
+        self._experts: ExpertUse | None = None
         if mesh.rank == 0:
+            if config.model.model_config.sparse_layers:
+                self._experts = ExpertUse(config, run_dir, start_step)
+            else:  # of an earlier run in this folder
+                (run_dir / LOADS_FILE).unlink(missing_ok=True)
             for row in read_rows(run_dir / "metrics.jsonl"):  # a resumed run warns as one that never stopped
                 self._spikes.add(row["step"], row["lm_loss"], row.get("stage", ""))
 
