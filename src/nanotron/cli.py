@@ -18,11 +18,13 @@ T = TypeVar("T", str, Path, list[str], list[Path], None)
 
 def _expanded(given: T) -> T:
     """What every option and argument that takes a path does with it."""
+    if isinstance(given, list):
+        return [_expanded(path) for path in given]
+    if given is None or not {"~", "$"} & set(str(given)):
+        return given  # and nothing is imported, for `train` is to hear signals before that
     from nanotron.config.paths import expanded
 
-    if isinstance(given, list):
-        return [type(path)(expanded(str(path))) for path in given]
-    return given if given is None else type(given)(expanded(str(given)))
+    return type(given)(expanded(str(given)))
 
 
 def _path(help: str) -> Any:
