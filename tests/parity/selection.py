@@ -15,7 +15,7 @@ from tests.parity.cases import Case
 
 WORDS: dict[str, dict[str, Any]] = {
     **{name: {"schedule": name} for name in ("afab", "interleaved_1f1b", "zb_h1", "zbv")},
-    **{name: {"family": name} for name in ("qwen2", "qwen3", "mistral", "deepseek_v3")},
+    **{name: {"family": name} for name in ("qwen2", "qwen3", "mistral", "olmoe", "deepseek_v3")},
     **{name: {"experts": 8, "router": name} for name in ("plain", "z-loss", "shared", "grouped")},
     "gathered": {"tp_mode": "REDUCE_SCATTER"},
     "once": {"tp_mode": "REDUCE_SCATTER", "tp_recompute_allgather": False},
@@ -54,6 +54,8 @@ tp2 pp2 zb_h1 rows6 overlap qwen3 layers2 float64
 tp2 pp2 zbv rows12 loss_chunk7 qwen2 tied documents z_loss shared float64
 tp2 pp2 zbv rows12 gathered recompute loss_chunk7 tied window grouped float64
 tp4 gathered deepseek_v3 layers2 tied z-loss float64
+tp2 gathered selective olmoe layers2 plain float64
+tp4 olmoe layers2 plain float64
 cp2 pp2 rows12 exchanged zero1 loss_chunk7 qwen3 layers2 tied z_loss grouped float64
 cp2 pp2 afab rows12 exchanged recompute qwen2 layers2 window documents
 cp2 pp2 interleaved_1f1b rows6 zero1 recompute loss_chunk7 window
