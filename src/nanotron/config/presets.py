@@ -50,11 +50,11 @@ class Experts(NamedTuple):
     first_dense: int = 0
 
 
-_FEW, _MANY = Experts(1.8e6, 16, 4, 96, "0.01", first_dense=1), Experts(29.0e9, 128, 8, 768, "0.001")
+_FEW, _MANY = Experts(1.8e6, 16, 4, 96, "0.1", first_dense=1), Experts(29.0e9, 128, 8, 768, "0.001")
 
 PRESETS = {
     "tiny": Preset(1.5e6, 128, 4, 4, 2, 384, None, True, 10000.0, 128, 32, 60, "3e-3", "3e-4"),
-    "tiny-moe": Preset(2.6e6, 128, 4, 4, 2, 384, None, True, 10000.0, 128, 32, 60, "3e-3", "3e-4", _FEW, "qwen3"),
+    "tiny-moe": Preset(2.6e6, 128, 4, 4, 2, 384, None, True, 10000.0, 128, 32, 60, "1e-3", "1e-4", _FEW, "qwen3"),
     "160m": Preset(162e6, 768, 12, 12, 12, 2048, 50304, False, 10000.0, 2048, 256, 20000, "6e-4", "6e-5"),
     "1b": Preset(1.24e9, 2048, 16, 32, 8, 8192, 128256, True, 500000.0, 4096, 512, 50000, "4e-4", "4e-5"),
     "8b": Preset(8.0e9, 4096, 32, 32, 8, 14336, 128256, False, 500000.0, 8192, 512, 100000, "3e-4", "3e-5"),
