@@ -15,7 +15,7 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 from nanotron.batch import Span, document_spans
 from nanotron.ops import attention
-from nanotron.ops.attention import LONG, causal_attention
+from nanotron.ops.attention import LONG, attend_span, causal_attention
 from nanotron.ops.kernels import Kernels
 
 by_each = pytest.mark.parametrize("kernels", get_args(Kernels))
@@ -91,11 +91,10 @@ def test_nothing_is_kept_for_backward_that_grows_with_the_square_of_the_length(l
 @pytest.mark.parametrize("length", [100, LONG + 50])
 def test_who_asks_for_the_gradient_only_gets_the_same_bits_and_no_values_from_blocks(kernels, length, window):
     q, k, v, grad = inputs(2, length, 4, 2, torch.float32)
-    spans = document_spans([[0, 30], [0]], length)
 
     def gradients(only_gradient):
         def attend(*x):
-            return causal_attention(*x, spans, kernels=kernels, window=window, only_gradient=only_gradient)
+            return attend_span(*x, kernels=kernels, window=window, only_gradient=only_gradient)
 
         with FlopCounterMode(display=False) as counter:
             found = value_and_grads(attend, q, k, v, grad)[1:]
@@ -268,7 +267,7 @@ def test_the_kernel_for_many_lengths_is_told_what_each_token_sees(monkeypatch, d
     expected = value_and_grads(attend, q, k, v, grad)
     monkeypatch.setattr(attention, "_has_flash", lambda device: True)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_by_lengths)
-    monkeypatch.setattr(attention, "_attend", None)  # the other way there is
+    monkeypatch.setattr(attention, "attend_span", None)  # the other way there is
     for ours, theirs in zip(value_and_grads(attend, q, k, v, grad), expected, strict=True):
         torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=2e-2 * float(theirs.abs().max()))
 

@@ -12,6 +12,7 @@ import torch
 
 from nanotron.config import Config
 from nanotron.data.context import ContextCut
+from nanotron.ops.attention import LONG
 from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.recompute import Recompute
@@ -112,9 +113,11 @@ def test_gathered_inputs_are_kept_whole_when_they_are_not_gathered_again() -> No
     assert planned_block(config, "cpu").kept == kept_bytes(config, accelerator=False)
 
 
-@pytest.mark.parametrize("kernels", ["accelerator", "cpu"])
-def test_context_parallel_ranks_keep_their_part_and_gathered_keys_of_one_layer_in_passing(kernels: Kernels) -> None:
-    whole, part = (small(**CUT_IN_THREE, cp=cp) for cp in (1, 3))
+@pytest.mark.parametrize(("kernels", "sequence"), [("accelerator", 96), ("cpu", 96), ("cpu", 6 * LONG)])
+def test_context_parallel_ranks_keep_their_part_and_gathered_keys_of_one_layer_in_passing(
+    kernels: Kernels, sequence: int
+) -> None:
+    whole, part = (small(**(CUT_IN_THREE | {"sequence": sequence}), cp=cp) for cp in (1, 3))
     assert 3 * planned_block(part, kernels).kept <= planned_block(whole, kernels).kept
     chunks = [planned(part, layers, kernels) for layers in (1, 2, 3)]
     assert len({chunk.forward_peak - chunk.kept for chunk in chunks}) == 1
@@ -158,13 +161,13 @@ def test_selective_recomputation_multiplies_nothing_again_and_sends_nothing_over
     assert selective.backward["matmul"] < whole.backward["matmul"]
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "cpu_onednn"])
-def test_a_cpus_backward_of_gathered_attention_multiplies_as_often_as_that_of_whole_rows(kernels: Kernels) -> None:
-    whole, part = (planned(small(**(SIZES | {"sequence": 128}), cp=cp), 1, kernels) for cp in (1, 2))
-    assert (part.forward["matmul"], part.backward["matmul"]) == (
-        whole.forward["matmul"] // 2,
-        whole.backward["matmul"] // 2,
-    )
+@pytest.mark.parametrize(("kernels", "sequence"), [("cpu", 128), ("cpu_onednn", 128), ("cpu", 4 * LONG)])
+def test_a_cpus_backward_of_gathered_attention_multiplies_as_often_as_that_of_whole_rows(
+    kernels: Kernels, sequence: int
+) -> None:
+    whole, part = (planned(small(**(SIZES | {"sequence": sequence}), cp=cp), 1, kernels) for cp in (1, 2))
+    for of_whole, of_part in ((whole.forward, part.forward), (whole.backward, part.backward)):
+        assert (of_part["matmul"], of_part["attention"]) == (of_whole["matmul"] // 2, of_whole["attention"] // 2)
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))

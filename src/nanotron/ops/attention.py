@@ -35,35 +35,20 @@ LONG = 768
 
 
 def causal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spans: Spans | None,
-    *,
-    kernels: Kernels,
-    window: int | None = None,
-    only_gradient: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, *, kernels: Kernels, window: int | None = None
 ) -> Tensor:
     """Scaled dot-product attention of each token to the keys of its span up to itself (arXiv 1706.03762).
 
     q [b, s, h, e]; k, v [b, m, n, e], h a multiple of n; None for ``spans``: each row is one. Returns [b, s, h, e].
     ``window``: of those keys, how many of the last are seen; None: all.
-    ``only_gradient``: nobody reads the values, backward is all that is wanted: where it needs none, there are none.
     In generation k and v begin with m − s tokens of earlier calls.
     """
     if kernels == "accelerator" and _is_for_varlen(q, k, v, spans, window):
         return _varlen(q, k, v, spans, window)
-    attend = partial(_attend, window=window, kernels=kernels, only_gradient=only_gradient)
+    attend = partial(attend_span, window=window, kernels=kernels)
     if spans is None:
         return attend(q, k, v)
-    if len(set(spans)) == 1:  # all rows alike
-        parts = [attend(q[:, q_lo:q_hi], k[:, lo:hi], v[:, lo:hi]) for q_lo, q_hi, lo, hi in spans[0]]
-        return torch.cat(parts, dim=1)
-    rows = [
-        [attend(q[i, None, q_lo:q_hi], k[i, None, lo:hi], v[i, None, lo:hi]) for q_lo, q_hi, lo, hi in row]
-        for i, row in enumerate(spans)
-    ]
-    return torch.cat([torch.cat(parts, dim=1) for parts in rows])
+    return joined([attend(q[of_q], k[of_k], v[of_k]) for of_q, of_k in each_span(spans)], q)
 
 
 def _is_for_varlen(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None, window: int | None) -> bool:
@@ -114,24 +99,48 @@ def _starts(spans: Spans, length: int, device: torch.device) -> tuple[Tensor, in
     return ends.to(device, non_blocking=True), longest
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, window: int | None, kernels: Kernels, only_gradient: bool) -> Tensor:
+def each_span(spans: Spans) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+    """The rows and tokens of each span's queries, and of its keys: rows that are alike go together."""
+    alike = len(set(spans)) == 1
+    for i, row in enumerate(spans[:1] if alike else spans):
+        rows = slice(None) if alike else slice(i, i + 1)
+        for q_lo, q_hi, k_lo, k_hi in row:
+            yield (rows, slice(q_lo, q_hi)), (rows, slice(k_lo, k_hi))
+
+
+def joined(parts: list[Tensor], q: Tensor) -> Tensor:
+    """What the spans of q [b, s, h, e] give, one after another: [b, s, h, e]."""
+    return torch.cat(parts, dim=1).view(q.shape)  # [b, s, h, e], or of rows that are not alike [1, b·s, h, e]
+
+
+def by_log_sums(q: Tensor, k: Tensor, window: int | None, kernels: Kernels) -> bool:
+    """Whether a span is attended to by ``flash``: a long one in float32 on a CPU without oneDNN.
+
+    Not under a window, which the kernel would take as a mask.
+    """
+    seen = window is None or window >= k.shape[1]
+    return kernels == "cpu" and q.dtype == torch.float32 and q.shape[1] >= LONG and seen
+
+
+def attend_span(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, kernels: Kernels, only_gradient: bool = False
+) -> Tensor:
     """Attention over whole spans: q [b, s, h, e]; k, v [b, m, n, e]; query i sees keys [0, m − s + i] -> [b, s, h, e].
 
-    Of these, the last ``window``. Blocks are faster than the kernel on a CPU, but for single queries, and for long
-    float32 rows without oneDNN: those only without a window, which the kernel would take as a mask.
+    Of these, the last ``window``. Blocks are faster than torch's kernel on a CPU, but for single queries, and where
+    ``by_log_sums`` says so.
+    ``only_gradient``: nobody reads the values, backward is all that is wanted: where it needs none, there are none.
     """
+    if by_log_sums(q, k, window, kernels):
+        by_flash: Tensor = _Flash.apply(q, k, v)  # type: ignore[no-untyped-call]
+        return by_flash
     if window is not None:
         k, v = (x[:, max(0, x.shape[1] - q.shape[1] - window + 1) :] for x in (k, v))  # what the first query reaches
         window = window if window < k.shape[1] else None
-    s, m = q.shape[1], k.shape[1]
     if kernels == "accelerator" and window is not None:
         return _fused_pieces(q, k, v, window)
-    long_float32 = kernels == "cpu" and q.dtype == torch.float32 and s >= LONG and window is None
-    if s == 1 or kernels == "accelerator" or (long_float32 and s == m):
+    if q.shape[1] == 1 or kernels == "accelerator":
         return _fused(q, k, v)
-    if long_float32:  # some keys are before all queries
-        last: Tensor = _FusedLast.apply(q, k, v)  # type: ignore[no-untyped-call]
-        return last
     attended: Tensor = _BlockCausal.apply(q, k, v, window, kernels, only_gradient)  # type: ignore[no-untyped-call]
     return attended
 
@@ -179,35 +188,50 @@ def _fused_pieces(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-class _FusedLast(Function):
-    """Attention of the last s of m tokens by torch's kernel for CPUs, which knows the causal mask of a square only.
+def flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of the last s of m tokens by torch's kernel for CPUs, and the log Σ exp of each query's scores.
 
-    The m − s keys that all queries see and the s that are masked are attended to apart, and what that gives is merged
-    by the log Σ exp of the scores.
+    q [b, s, h, e]; k, v [b, m, n, e] -> [b, s, h, e], [b, h, s]. The kernel knows the causal mask of a square only: the
+    m − s keys that all queries see are attended to apart, and what that gives is merged by the log Σ exp.
     """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e], [b, m, n, e] -> [b, n, m, e]
+    seen = k.shape[2] - q.shape[2]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, log_sum = kernel(q, k[:, :, seen:], v[:, :, seen:], is_causal=True)  # [b, h, s, e], [b, h, s]
+    if seen:
+        more, its_log_sum = kernel(q, k[:, :, :seen], v[:, :, :seen])
+        total = torch.logaddexp(log_sum, its_log_sum)
+        out.mul_((log_sum - total).exp()[..., None]).add_(more.mul_((its_log_sum - total).exp()[..., None]))
+        log_sum = total
+    return out.transpose(1, 2), log_sum
+
+
+def flash_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *result: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of q, k and v from that of what ``flash`` gave as ``result``: nothing is attended to again."""
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, result[0]))
+    seen = k.shape[2] - q.shape[2]
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads = kernel(grad, q, k[:, :, seen:], v[:, :, seen:], out, result[1], 0.0, True)
+    q_grad, k_grad, v_grad = (x.transpose(1, 2) for x in grads)
+    if seen:
+        grads = kernel(grad, q, k[:, :, :seen], v[:, :, :seen], out, result[1], 0.0, False)
+        more, k_more, v_more = (x.transpose(1, 2) for x in grads)
+        return q_grad + more, torch.cat([k_more, k_grad], 1), torch.cat([v_more, v_grad], 1)
+    return q_grad, k_grad, v_grad
+
+
+class _Flash(Function):
+    """``flash`` with its gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e], [b, m, n, e] -> [b, n, m, e]
-        seen = k.shape[2] - q.shape[2]
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        out, log_sum = flash(q, k[:, :, :seen], v[:, :, :seen])  # [b, h, s, e], [b, h, s]
-        masked, its_log_sum = flash(q, k[:, :, seen:], v[:, :, seen:], is_causal=True)
-        total = torch.logaddexp(log_sum, its_log_sum)
-        out.mul_((log_sum - total).exp()[..., None]).add_(masked.mul_((its_log_sum - total).exp()[..., None]))
-        ctx.save_for_backward(q, k, v, out, total)
-        attended: Tensor = out.transpose(1, 2)
-        return attended
+        out, log_sum = flash(q, k, v)
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, *result = ctx.saved_tensors
-        seen, grad = k.shape[2] - q.shape[2], grad.transpose(1, 2)
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        q_grad, *of_seen = flash(grad, q, k[:, :, :seen], v[:, :, :seen], *result, 0.0, False)
-        more, *of_masked = flash(grad, q, k[:, :, seen:], v[:, :, seen:], *result, 0.0, True)
-        of_keys = [torch.cat(parts, 2).transpose(1, 2) for parts in zip(of_seen, of_masked, strict=True)]
-        return (q_grad + more).transpose(1, 2), *of_keys
+        return flash_gradients(grad, *ctx.saved_tensors)
 
 
 class _BlockCausal(Function):

@@ -11,7 +11,6 @@ is equal work for all; elsewhere in the model a token needs no other. Two ways t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nanotron.batch import Spans
-from nanotron.ops.attention import causal_attention
+from nanotron.ops.attention import attend_span, by_log_sums, causal_attention, each_span, flash, flash_gradients, joined
 from nanotron.ops.kernels import Kernels
 from nanotron.parallel.comm import all_gather, exchange, reduce_scatter
 from nanotron.parallel.mesh import Mesh
@@ -50,7 +49,7 @@ def context_attention(
     if mesh.size("cp") == 1:
         return attend(q, k, v)
     if mode == "ALL_GATHER" and gather_again:
-        attended: Tensor = _GatheredAttention.apply(q, k, v, mesh, attend)  # type: ignore[no-untyped-call]
+        attended: Tensor = _GatheredAttention.apply(q, k, v, spans, mesh, window, kernels)  # type: ignore[no-untyped-call]
         return attended
     if mode == "ALL_GATHER":
         whole: Tensor = _Gather.apply(torch.stack([k, v]), mesh)  # type: ignore[no-untyped-call]
@@ -64,24 +63,46 @@ class _GatheredAttention(Function):
     """Forward: all-gather of keys and values. Backward: gathers them again, then reduce-scatter of their gradients.
 
     Only this rank's part is kept in between, or activations would not shrink with the number of ranks. What was
-    attended is not kept either, so backward attends again where a kernel's backward needs that.
+    attended is kept for ``flash_gradients`` only, the same memory as the projection after it keeps; for other spans
+    backward attends again, where a kernel's backward needs that.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mesh: Mesh, attend: Callable[..., Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spans: Spans, mesh: Mesh, window: int | None, kernels: Kernels
+    ) -> Tensor:
         part = torch.stack([k, v])  # [2, b, s/c, n, e], so that nothing that v is a view of is kept
-        ctx.save_for_backward(q, part)
-        ctx.mesh, ctx.attend = mesh, attend
-        return attend(q, *_gathered(part, mesh).unbind())
+        ctx.spans, ctx.mesh, ctx.window, ctx.kernels = spans, mesh, window, kernels
+        k, v = _gathered(part, mesh)
+        parts = []
+        for of_q, of_k in each_span(spans):
+            span = q[of_q], k[of_k], v[of_k]
+            straight = by_log_sums(*span[:2], window, kernels)
+            parts.append(flash(*span) if straight else (attend_span(*span, window=window, kernels=kernels), None))
+        attended, log_sums = joined([part for part, _ in parts], q), [log_sum for _, log_sum in parts]
+        kept = attended if any(log_sum is not None for log_sum in log_sums) else None
+        ctx.save_for_backward(q, part, kept, *log_sums)
+        return attended
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, part = ctx.saved_tensors
-        q, k, v = (x.detach().requires_grad_() for x in (q, *_gathered(part, ctx.mesh).unbind()))
-        with torch.enable_grad():
-            attended = ctx.attend(q, k, v, only_gradient=True)
-        q_grad, *whole = torch.autograd.grad(attended, (q, k, v), grad)
-        return q_grad, *_scattered(torch.stack(whole), ctx.mesh).unbind(), None, None
+        q, part, attended, *log_sums = ctx.saved_tensors
+        k, v = whole = _gathered(part, ctx.mesh)
+        q_grad = torch.empty_like(q)
+        sums = torch.zeros_like(whole, dtype=torch.promote_types(q.dtype, torch.float32))  # over spans
+        for (of_q, of_k), log_sum in zip(each_span(ctx.spans), log_sums, strict=True):
+            span = q[of_q], k[of_k], v[of_k]
+            if log_sum is not None:
+                grads = flash_gradients(grad[of_q], *span, attended[of_q], log_sum)
+            else:
+                span = tuple(x.detach().requires_grad_() for x in span)
+                with torch.enable_grad():
+                    again = attend_span(*span, window=ctx.window, kernels=ctx.kernels, only_gradient=True)
+                grads = torch.autograd.grad(again, span, grad[of_q])
+            q_grad[of_q] = grads[0]
+            for total, of_span in zip(sums, grads[1:], strict=True):
+                total[of_k].add_(of_span)
+        return q_grad, *_scattered(sums.to(part.dtype), ctx.mesh).unbind(), None, None, None, None
 
 
 class _Gather(Function):

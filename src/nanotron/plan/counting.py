@@ -64,7 +64,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":
             self._count_collective(func, args)
         elif func.namespace in ("aten", "mkldnn"):
-            self._count_operator(func, args, result)
+            self._count_operator(func, args, kwargs or {}, result)
         return result
 
     @contextmanager
@@ -89,7 +89,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work[Traffic(COLLECTIVES[name], axis, "calls")] += 1
         self.work[Traffic(COLLECTIVES[name], axis, "bytes")] += max(_bytes(tensor) for tensor in tensors)
 
-    def _count_operator(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _count_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         fresh = [self._holds(tensor) for tensor in outputs]
         if not (any(fresh) or func._schema.is_mutable) or func._opname.startswith(("empty", "new_empty")):
@@ -107,7 +107,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work["matmul"] += 2 * x.numel() * w.shape[0]
         elif name in _ATTENTION:
             query, key = inputs[:2] if name.endswith("cpu") else inputs[1:3]
-            seen = 2 * key.shape[-2] - query.shape[-2]  # keys of the first query and of the last: ·2, halved
+            masked = "attn_mask" in kwargs or any(arg is True for arg in args)  # the one flag: is_causal
+            # keys of the first query and of the last: ·2, halved
+            seen = 2 * key.shape[-2] - (query.shape[-2] if masked else 0)
             self.work["attention"] += _ATTENTION[name] * query.numel() * seen
         else:
             self.work["moved"] += sum(map(_bytes, inputs)) + sum(map(_bytes, outputs))
