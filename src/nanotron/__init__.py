@@ -1,1 +1,1 @@
-"""LLM pretraining with data, tensor and pipeline parallelism in readable PyTorch."""
+"""LLM pretraining with data, tensor, pipeline, context and expert parallelism in readable PyTorch."""

@@ -55,7 +55,7 @@ ReadSpecialTokens = Annotated[
 
 @app.callback()
 def nanotron() -> None:
-    """LLM pretraining with data, tensor and pipeline parallelism, from a YAML config."""
+    """LLM pretraining with data, tensor, pipeline, context and expert parallelism, from a YAML config."""
 
 
 # One function per command. A user's mistake is raised as ConfigError; `main` prints it.

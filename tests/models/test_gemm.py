@@ -61,7 +61,7 @@ def test_gemms_add_to_what_is_there(by: Kernels, n: int, k: int, dtype: torch.dt
 @by_each_library
 def test_float32_goes_to_the_library_that_is_named(by: Kernels) -> None:
     class Names(Counting):
-        def _count_operator(self, func, args, result) -> None:  # type: ignore[no-untyped-def]
+        def _count_operator(self, func, args, kwargs, result) -> None:  # type: ignore[no-untyped-def]
             names.append(func._opname)
             if func.namespace == "mkldnn":
                 dense.append(args[1].is_contiguous() or args[1].t().is_contiguous())
@@ -114,7 +114,7 @@ def test_a_torch_without_the_operator_multiplies_by_mkl(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_device_that_adds_up_in_float32_makes_no_temporary_in_half_precision(dtype: torch.dtype) -> None:
     class Made(Counting):
-        def _count_operator(self, func, args, result) -> None:  # type: ignore[no-untyped-def]
+        def _count_operator(self, func, args, kwargs, result) -> None:  # type: ignore[no-untyped-def]
             made.extend(
                 leaf.dtype for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.shape == (24, 40)
             )
