@@ -93,6 +93,7 @@ EXPERTS = Contender("transformers", "bench.peers.hugging_face", environment="tra
 DDP = Contender("DDP", "bench.peers.ddp", environment="torch")
 RING = Contender("ring attention", "bench.peers.ring", environment="torch")
 
+EP = {"dp": 2, "expert_parallel_size": 2}
 CUBE = {"dp": 2, "tp": 2, "pp": 2}
 
 
@@ -209,15 +210,14 @@ SUBJECTS = {
     "moe2": Subject(
         "Sixteen experts, of which a token uses four, shared by two replicas, float32",
         [
-            ours(layout={"dp": 2, "expert_parallel_size": 2}),
-            ours("ours, MKL", layout={"dp": 2, "expert_parallel_size": 2}, onednn=False),
+            ours(layout=EP),
+            ours("ours, MKL", layout=EP, onednn=False),
+            ours("ours, compile", layout=EP, config={"model.compile": True}),
             replace(ours("ours, one process"), alone=True),
+            replace(ours("ours, one process, compile", config={"model.compile": True}), alone=True),
             EXPERTS,
             keeping_memory(EXPERTS),
-            *(
-                replace(EXPERTS, name=f"transformers, {name}", options={"experts": name})
-                for name in ("eager", "batched_mm")
-            ),
+            replace(EXPERTS, name="transformers, eager", options={"experts": "eager"}),
         ],
         world=2,
         shape={"num_experts": 16},

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nanotron.ops.fused import any_number_of_rows
-from nanotron.ops.gemm import add_gemm, gemm
+from nanotron.ops.gemm import add_gemm, gemm_into
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.linear import TensorParallel, weight_grad
 from nanotron.parallel.comm import all_to_all_rows
@@ -197,7 +197,8 @@ def _rows_of_tokens(x: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def _sums_of_tokens(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])  # the last is for rows that are not sent from here
+    if len(rows) < dispatch.places.numel():  # others are sent by other tensor-parallel ranks: a row of zeros is theirs
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     first, *others = dispatch.places.unbind(1)
     total = rows.index_select(0, first)
     for places in others:
@@ -277,7 +278,7 @@ def _grouped_gemm(rows: Tensor, weights: Tensor, sizes: list[int], kernels: Kern
     outputs = rows.new_empty(len(rows), weights.shape[2])
     for part, output, weight in zip(torch.split(rows, sizes), torch.split(outputs, sizes), weights, strict=True):
         if len(part):
-            output.copy_(gemm(part, weight.t(), kernels=kernels))
+            gemm_into(output, part, weight.t(), kernels=kernels)
     return outputs
 
 
