@@ -200,28 +200,9 @@ class Qwen2Config(ModelConfig):
 
 
 @section
-class Qwen3Config(ModelConfig):
-    """Qwen3: Llama with a norm of every head's queries and keys."""
+class NormedConfig(ModelConfig):
+    """Llama with norms of queries and keys."""
 
-    is_qwen3_config: Literal[True] = key(True, "Marks the family.", marker=True)
-    attention_bias: bool = key(False, "Biases on the q, k, v and output projections of attention.")
-
-    @property
-    def out_bias(self) -> bool:
-        """Whether the attention's output projection has a bias."""
-        return self.attention_bias
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised per head."""
-        return True
-
-
-@section
-class OlmoeConfig(ModelConfig):
-    """OLMoE: Llama with one norm of all of a token's queries, and one of all its keys; with `moe_config`."""
-
-    is_olmoe_config: Literal[True] = key(True, "Marks the family.", marker=True)
     attention_bias: bool = key(False, "Biases on the q, k, v and output projections of attention.")
 
     @property
@@ -233,6 +214,20 @@ class OlmoeConfig(ModelConfig):
     def qk_norm(self) -> bool:
         """Whether queries and keys are normalised."""
         return True
+
+
+@section
+class Qwen3Config(NormedConfig):
+    """Qwen3: Llama with a norm of every head's queries and keys."""
+
+    is_qwen3_config: Literal[True] = key(True, "Marks the family.", marker=True)
+
+
+@section
+class OlmoeConfig(NormedConfig):
+    """OLMoE: Llama with one norm of all of a token's queries, and one of all its keys; with `moe_config`."""
+
+    is_olmoe_config: Literal[True] = key(True, "Marks the family.", marker=True)
 
 
 @section

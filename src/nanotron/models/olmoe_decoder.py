@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanotron.models.decoder import Attention, DecoderChunk
-from nanotron.ops.fused import queries_and_keys
+from nanotron.ops.fused import precise, queries_and_keys
 from nanotron.ops.rope import Rotary
 from nanotron.parallel.comm import copy_to, sum_from
 
@@ -38,7 +38,7 @@ def mean_squares(q: Tensor, k: Tensor, ranks: int) -> Tensor:
     Ranks that share a head add it once each, and have as many channels as all others: the mean of their means is the
     mean. In float32 at least.
     """
-    return torch.stack([_precise(x).square().mean(-1) / ranks for x in (q, k)], -1)
+    return torch.stack([precise(x).square().mean(-1) / ranks for x in (q, k)], -1)
 
 
 def normalised(
@@ -46,11 +46,7 @@ def normalised(
 ) -> tuple[Tensor, Tensor]:
     """q and k, divided by the roots of their means of squares [b, s, 2], and weighted."""
     of_q, of_k = (means + eps).rsqrt().split(1, -1)  # type: ignore[no-untyped-call]
-    return (_precise(q) * of_q).to(q.dtype) * q_norm, (_precise(k) * of_k).to(k.dtype) * k_norm
-
-
-def _precise(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return (precise(q) * of_q).to(q.dtype) * q_norm, (precise(k) * of_k).to(k.dtype) * k_norm
 
 
 class OlmoeChunk(DecoderChunk):

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from nanotron.batch import Spans
 from nanotron.ops.attention import attend_span, by_log_sums, causal_attention, each_span, flash, flash_gradients, joined
 from nanotron.ops.kernels import Kernels
-from nanotron.parallel.comm import all_gather, exchange, reduce_scatter
+from nanotron.parallel.comm import all_gather, exchange, reduce_scatter, with_transpose
 from nanotron.parallel.mesh import Mesh
 
 ContextMode = Literal["ALL_GATHER", "ALL_TO_ALL"]
@@ -52,7 +52,7 @@ def context_attention(
         attended: Tensor = _GatheredAttention.apply(q, k, v, spans, mesh, window, kernels)  # type: ignore[no-untyped-call]
         return attended
     if mode == "ALL_GATHER":
-        whole: Tensor = _Gather.apply(torch.stack([k, v]), mesh)  # type: ignore[no-untyped-call]
+        whole = with_transpose(torch.stack([k, v]), partial(_gathered, mesh=mesh), partial(_scattered, mesh=mesh))
         return attend(q, *whole.unbind())
     ranks = mesh.size("cp")
     q, k, v = (in_order(exchange(x, mesh, "cp", split=2, join=1), ranks) for x in (q, k, v))  # [b, s, h/c, e]
@@ -103,19 +103,6 @@ class _GatheredAttention(Function):
             for total, of_span in zip(sums, grads[1:], strict=True):
                 total[of_k].add_(of_span)
         return q_grad, *_scattered(sums.to(part.dtype), ctx.mesh).unbind(), None, None, None, None
-
-
-class _Gather(Function):
-    """Forward: all-gather of keys and values, which are one tensor. Backward: reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, mesh: Mesh) -> Tensor:
-        ctx.mesh = mesh
-        return _gathered(part, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scattered(grad, ctx.mesh), None
 
 
 def _gathered(part: Tensor, mesh: Mesh) -> Tensor:

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from nanotron.ops.fused import any_number_of_rows
+from nanotron.ops.fused import any_number_of_rows, precise
 from nanotron.ops.gemm import add_gemm, gemm_into
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.linear import TensorParallel, weight_grad
-from nanotron.parallel.comm import all_to_all_rows
+from nanotron.parallel.comm import all_to_all_rows, with_transpose
 from nanotron.parallel.mesh import Mesh
 
 # ------------------------------------------------------------------- what a router says
@@ -76,7 +76,7 @@ class _RouterLogits(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, tp: TensorParallel) -> Tensor:
         logits = tp.matmuls.recall()
         if logits is None:
-            logits = [F.linear(_precise(x), _precise(weight))]
+            logits = [F.linear(precise(x), precise(weight))]
             tp.matmuls.keep(logits)
         ctx.save_for_backward(x)
         ctx.weight, ctx.tp = weight, tp
@@ -86,16 +86,12 @@ class _RouterLogits(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         accumulate = partial(_add_router_grad, grad=grad, x=x)
-        return (grad @ _precise(ctx.weight)).to(x.dtype), weight_grad(ctx.tp, ctx.weight, accumulate), None
-
-
-def _precise(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        return (grad @ precise(ctx.weight)).to(x.dtype), weight_grad(ctx.tp, ctx.weight, accumulate), None
 
 
 def _add_router_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
     """buffer [E, d] += gradᵀ · x, over all tokens."""
-    buffer += grad.flatten(0, -2).t() @ _precise(x).flatten(0, -2)
+    buffer += grad.flatten(0, -2).t() @ precise(x).flatten(0, -2)
 
 
 # --------------------------------------------------------------- how rows reach experts
@@ -160,43 +156,19 @@ def dispatch_by(
 
 def spread(x: Tensor, dispatch: Dispatch) -> Tensor:
     """Each sent row: its token's activations. x [n, d] -> [m, d]; backward adds up each token's rows."""
-    rows: Tensor = _Spread.apply(x, dispatch)  # type: ignore[no-untyped-call]
-    return rows
+    return with_transpose(x, partial(_rows_of_tokens, dispatch), partial(_sums_of_tokens, dispatch))
 
 
 def collect(rows: Tensor, dispatch: Dispatch) -> Tensor:
     """The sum of each token's rows: [m, d] -> [n, d]; backward gives each row its token's gradient."""
-    x: Tensor = _Collect.apply(rows, dispatch)  # type: ignore[no-untyped-call]
-    return x
+    return with_transpose(rows, partial(_sums_of_tokens, dispatch), partial(_rows_of_tokens, dispatch))
 
 
-class _Spread(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        return _rows_of_tokens(x, dispatch)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sums_of_tokens(grad, ctx.dispatch), None
-
-
-class _Collect(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, dispatch: Dispatch) -> Tensor:
-        ctx.dispatch = dispatch
-        return _sums_of_tokens(rows, dispatch)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _rows_of_tokens(grad, ctx.dispatch), None
-
-
-def _rows_of_tokens(x: Tensor, dispatch: Dispatch) -> Tensor:
+def _rows_of_tokens(dispatch: Dispatch, x: Tensor) -> Tensor:
     return x.index_select(0, dispatch.choices // dispatch.places.shape[1])
 
 
-def _sums_of_tokens(rows: Tensor, dispatch: Dispatch) -> Tensor:
+def _sums_of_tokens(dispatch: Dispatch, rows: Tensor) -> Tensor:
     if len(rows) < dispatch.places.numel():  # others are sent by other tensor-parallel ranks: a row of zeros is theirs
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     first, *others = dispatch.places.unbind(1)

@@ -79,6 +79,11 @@ def seconds_compiling() -> float:
     return calculate_time_spent()["total_wall_time"]
 
 
+def precise(x: Tensor) -> Tensor:
+    """x in float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 # -------------------------------------------------------------------- in a block
 
 
@@ -131,7 +136,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def softmax_and_log_z(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The softmax of logits [n, V/t] over this rank's columns, and its divisor's logarithm [n]; in float32 at least."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = precise(logits)
     softmax = logits.softmax(-1)
     return softmax, logits.amax(-1) - softmax.amax(-1).log()  # the largest logit's probability is exp(it − log z)
 

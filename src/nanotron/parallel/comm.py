@@ -92,7 +92,12 @@ Operation = Callable[[Tensor], Tensor]
 
 def _pair(x: Tensor, group: ProcessGroup | None, forward: Operation, backward: Operation) -> Tensor:
     """``forward(x)``, whose gradient is ``backward`` of its own; x itself when group is None."""
-    result: Tensor = x if group is None else _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return x if group is None else with_transpose(x, forward, backward)
+
+
+def with_transpose(x: Tensor, forward: Operation, backward: Operation) -> Tensor:
+    """``forward(x)``, a linear operation, whose gradient is ``backward`` of its own; nothing is kept for it."""
+    result: Tensor = _Pair.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
 
