@@ -12,11 +12,12 @@ from importlib.util import find_spec
 
 from nanotron.checkpoint.resume import find_resume, newest_complete
 from nanotron.config import Config, DatasetStageArgs, ExistingCheckpointInit
+from nanotron.config.cautions import CAUTIONS, DEFAULTS_THAT_DIFFER
 from nanotron.config.document import Problem, dump, parse, show
 from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, walk
 from nanotron.config.load import Reading, read_file
 from nanotron.config.messages import nearest
-from nanotron.config.rules import CAUTIONS, DEFAULTS_THAT_DIFFER, RULES, Findings, Rule, declare
+from nanotron.config.rules import RULES, Findings, Rule, declare
 from nanotron.data.document_ends import mask_problems
 from nanotron.data.order.skips import Skips
 from nanotron.data.probe import (

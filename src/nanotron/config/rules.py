@@ -1,7 +1,7 @@
 """Rules between keys: what a key allows by itself is part of its declaration, what several allow together is here.
 
 A rule names the keys that it reads; it is asked only when all of them are sound. It yields (key, text) for every
-breach, where key is the one to blame. A caution has the same form but describes what is legal and surprising.
+breach, where key is the one to blame. What is legal and surprising: cautions.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from nanotron.config.config import Config
-from nanotron.config.data import NanosetDatasetsArgs
 from nanotron.config.keys import KeyPath, path_of
-from nanotron.config.model import DeepseekConfig, Qwen2Config
+from nanotron.config.model import DeepseekConfig
 
 Findings = Iterator[tuple[str, str]]
 HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
@@ -32,7 +31,6 @@ class Rule(NamedTuple):
 
 
 RULES: list[Rule] = []
-CAUTIONS: list[Rule] = []
 
 
 def declare(rules: list[Rule], keys: tuple[str, ...]) -> Callable[[Callable[[Config], Findings]], None]:
@@ -43,11 +41,6 @@ def declare(rules: list[Rule], keys: tuple[str, ...]) -> Callable[[Callable[[Con
 def rule(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
     """Declare a rule that reads these keys."""
     return declare(RULES, keys)
-
-
-def caution(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
-    """Declare a caution that reads these keys."""
-    return declare(CAUTIONS, keys)
 
 
 def divisors(number: int) -> list[int]:
@@ -134,7 +127,7 @@ def _sequences_divide_by_their_ranks(config: Config) -> Findings:
     if tp > 1:
         why.append(f"tp_mode: REDUCE_SCATTER cuts what a rank holds over parallelism.tp={tp}")
     unit = math.lcm(2 * cp if cp > 1 else 1, cp * tp)
-    for key, length in _sequence_lengths(config):
+    for key, length in sequence_lengths(config):
         if length % unit:
             nearest = max(unit, round(length / unit) * unit)
             yield key, f"{length} is not a multiple of {unit}: {' and '.join(why)}; the nearest is {nearest}"
@@ -175,7 +168,7 @@ def _experts_divide_by_their_ranks(config: Config) -> Findings:
         )
 
 
-def _sequence_lengths(config: Config) -> Iterator[tuple[str, int]]:
+def sequence_lengths(config: Config) -> Iterator[tuple[str, int]]:
     if any(stage.sequence_length is None for stage in config.data_stages):
         yield SEQUENCE, config.tokens.sequence_length
     for index, stage in enumerate(config.data_stages):
@@ -379,102 +372,3 @@ def _tokens_have_a_size(config: Config) -> Findings:
             size = getattr(dataset, "token_size_in_bytes", None)
             if size not in (None, 2, 4):
                 yield f"data_stages[{index}].{name}.token_size_in_bytes", f"{size} is not 2 or 4"
-
-
-# --- legal, but worth a line ------------------------------------------------------------------------------------------
-
-
-@caution("model.model_config.max_position_embeddings", SEQUENCE, STAGE_SEQUENCES)
-def _sequences_are_longer_than_meant(config: Config) -> Findings:
-    meant = config.model.model_config.max_position_embeddings
-    for key, length in _sequence_lengths(config):
-        if length > meant:
-            yield key, f"{length} is longer than model.model_config.max_position_embeddings={meant}"
-
-
-@caution(f"{SCHEDULER}.lr_warmup_steps", f"{SCHEDULER}.lr_decay_starting_step", TRAIN_STEPS)
-def _the_run_ends_before_its_schedule(config: Config) -> Findings:
-    """A schedule may be longer than the run: one tries a few steps of it, or goes on later with more train_steps."""
-    scheduler, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
-    warmup, start, length = scheduler.lr_warmup_steps, scheduler.lr_decay_starting_step, scheduler.lr_decay_steps
-    run = f"the run, {TRAIN_STEPS}={steps}"
-    if warmup > steps:
-        key, text = "lr_warmup_steps", f"{warmup} is longer than {run}, which ends while the learning rate still rises"
-    elif scheduler.min_decay_lr == scheduler.learning_rate:
-        return
-    elif start >= steps and length:
-        key, text = "lr_decay_starting_step", f"{start} is not before the end of {run}: the learning rate does not fall"
-    elif start + length > steps:
-        key, text = "lr_schedule_steps", f"{start + length} is after {run}"
-        if scheduler.lr_schedule_steps is None:
-            key, text = "lr_decay_steps", f"{length} steps from step {start} end at {start + length}, after {run}"
-        text += f", which ends before the learning rate has fallen to min_decay_lr={scheduler.min_decay_lr}"
-    else:
-        return
-    yield f"{SCHEDULER}.{key}", text
-
-
-@caution("tokens.val_check_interval", "data_stages[].validation")
-def _validation_takes_place(config: Config) -> Findings:
-    interval = config.tokens.val_check_interval
-    validated = [index for index, stage in enumerate(config.data_stages) if stage.validation is not None]
-    if interval > 0 and not validated:
-        yield "tokens.val_check_interval", f"{interval}, but no data stage has a validation data set: none takes place"
-    for index in validated if interval < 1 else []:
-        yield (
-            f"data_stages[{index}].validation",
-            f"is never read with tokens.val_check_interval={interval}; set the steps from one validation to the next",
-        )
-
-
-@caution("data_stages")
-def _local_folders_are_read_where_they_are(config: Config) -> Findings:
-    for index, stage in enumerate(config.data_stages):
-        for name, dataset in (("data.dataset", stage.data.dataset), ("validation", stage.validation)):
-            if not isinstance(dataset, NanosetDatasetsArgs) or not dataset.dataset_read_path:
-                continue
-            local = [folder for folder in dataset.dataset_folder if "://" not in folder]
-            if local:
-                key = f"data_stages[{index}].{name}.dataset_read_path"
-                yield key, f"no effect for {local[0]}: local files are read where they are"
-
-
-@caution(TRAIN_STEPS, "data_stages[].start_training_step")
-def _stages_are_reached(config: Config) -> Findings:
-    for index, stage in enumerate(config.data_stages):
-        if stage.start_training_step > config.tokens.train_steps > 0:
-            key = f"data_stages[{index}].start_training_step"
-            yield key, f"{stage.start_training_step} is never reached: {TRAIN_STEPS}={config.tokens.train_steps}"
-
-
-@caution("data_stages[].data.skip_samples", TRAIN_STEPS, "parallelism.dp")
-def _skipped_samples_are_reached(config: Config) -> Findings:
-    starts = [stage.start_training_step for stage in config.data_stages]
-    for index, (start, end) in enumerate(zip(starts, [*starts[1:], config.tokens.train_steps + 1], strict=True)):
-        reached = max(0, end - start) * config.global_batch_size
-        for first, last in sorted(config.data_stages[index].data.skip_samples):
-            if first >= reached:
-                yield (
-                    f"data_stages[{index}].data.skip_samples",
-                    f"[{first}, {last}] has no effect: the stage ends with its sample {reached - 1}",
-                )
-                break
-            reached += last - first
-
-
-DEFAULTS_THAT_DIFFER: dict[str, Callable[[Config], str]] = {
-    "model.model_config.intermediate_size": lambda config: (
-        f"left out, so {config.model.model_config.intermediate_size} (8/3 of hidden_size, rounded up to a multiple of"
-        " 64); Hugging Face's Nanotron takes 11008"
-    ),
-    "model.model_config.attention_bias": lambda config: (
-        "left out, so Qwen2 has its biases on q, k and v; Hugging Face's Nanotron leaves them away"
-        if isinstance(config.model.model_config, Qwen2Config)
-        else ""
-    ),
-    f"{SCHEDULER}.min_decay_lr": lambda config: (
-        f"left out, so the learning rate stays at {config.optimizer.learning_rate_scheduler.learning_rate} after"
-        " warm-up; set it, e.g. to a tenth, for a decay"
-    ),
-}
-"""Keys whose absence has an effect that people may not expect, and the line that says so (empty: nothing to say)."""

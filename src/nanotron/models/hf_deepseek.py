@@ -12,14 +12,20 @@ if TYPE_CHECKING:
 
 SAME = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Keys that both sides call the same."""
-MODULES = {
-    "attn.q_down": "self_attn.q_a_proj",
-    "attn.q_latent_norm": "self_attn.q_a_layernorm",
-    "attn.kv_down": "self_attn.kv_a_proj_with_mqa",
-    "attn.kv_latent_norm": "self_attn.kv_a_layernorm",
-    "attn.kv_up": "self_attn.kv_b_proj",
-}
-"""What ours are called there; attn.q is q_b_proj where queries come from a latent vector."""
+
+
+def names(config: ModelConfig) -> dict[str, str]:
+    """What our parameters of a layer are called there, where other families have other names."""
+    queries = "q_proj" if as_deepseek(config).q_lora_rank is None else "q_b_proj"
+    return {
+        "attn.q_down.weight": "self_attn.q_a_proj.weight",
+        "attn.q_latent_norm.weight": "self_attn.q_a_layernorm.weight",
+        "attn.q.weight": f"self_attn.{queries}.weight",
+        "attn.kv_down.weight": "self_attn.kv_a_proj_with_mqa.weight",
+        "attn.kv_latent_norm.weight": "self_attn.kv_a_layernorm.weight",
+        "attn.kv_up.weight": "self_attn.kv_b_proj.weight",
+        "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    }
 
 
 def from_hf(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -53,8 +53,8 @@ class HFOwn:
     """config.json with its defaults -> our keys, and what is wrong."""
     write: Callable[[ModelConfig, str], tuple[dict[str, Any], list[str]]]
     """(config, model_type) -> its keys, and which of ours it has no words for."""
-    modules: Mapping[str, str]
-    """Our names of modules and its."""
+    names: Callable[[ModelConfig], Mapping[str, str]]
+    """Our names of a layer's parameters and its, where they are not as in other families."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ OLMOE = HuggingFace(
     any_head_dim=False,
 )
 
-_DEEPSEEK = HFOwn(hf_deepseek.from_hf, hf_deepseek.to_hf, hf_deepseek.MODULES)
+_DEEPSEEK = HFOwn(hf_deepseek.from_hf, hf_deepseek.to_hf, hf_deepseek.names)
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 DEEPSEEK_V2 = HuggingFace(

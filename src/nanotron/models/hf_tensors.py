@@ -76,10 +76,8 @@ def hugging_face_parts(
         "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
         "mlp.shared.gate_up": tuple(f"{block}.{experts.shared_module}.{name}_proj" for name in ("gate", "up")),
     }
-    own = facts.own if facts else None
-    if own:  # whose rotated channels are in the order that the config says
-        whole |= own.modules
-    turns = config.rope_interleaved and not own
+    own = facts.own.names(config) if facts and facts.own else {}
+    turns = config.rope_interleaved and not own  # else rotated channels are in the order that the config says
     turned = {"attn.q", "attn.q_norm", "attn.k_norm"} if turns else set()
 
     def parts(spec: ParamSpec) -> list[Part]:
@@ -90,10 +88,8 @@ def hugging_face_parts(
         if module.startswith("mlp.experts."):
             name = f"{prefix}.{block}.experts"
             return _fused_parts(spec, name) if fused else _expert_parts(spec, name, experts.matrices)
-        if (module, kind) == ("mlp.router", "bias"):
-            return [Part(f"{prefix}.{block}.gate.e_score_correction_bias", _whole(spec))]
-        if module == "attn.q" and f"layers.{layer}.attn.q_down.weight" in specs:
-            return [Part(f"{prefix}.self_attn.q_b_proj.{kind}", _whole(spec))]
+        if theirs := own.get(f"{module}.{kind}"):
+            return [Part(f"{prefix}.{theirs}", _whole(spec))]
         if module in whole:
             return [Part(f"{prefix}.{whole[module]}.{kind}", _whole(spec), rotary=module in turned)]
         keys = module == "attn.kv" and turns
