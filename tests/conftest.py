@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from tests.pool import Pool
+if TYPE_CHECKING:
+    from tests.pool import Pool
 
-torch.set_num_threads(1)  # operations as small as these only wait for each other's threads
+gc.set_threshold(50_000)  # a tenth of the processor's time went into looking through what imports leave behind
 
 # Machines that run the tests are busy: a slow example is no failure. `make nightly` looks at ten times as many.
 for name, examples in (("every change", 30), ("nightly", 300)):
@@ -21,9 +23,19 @@ for name, examples in (("every change", 30), ("nightly", 300)):
 settings.load_profile("every change")
 
 
+def pytest_collection_modifyitems() -> None:
+    """Once all tests are imported, where any are: the process that only deals them out to workers imports no torch."""
+    import torch
+
+    torch.set_num_threads(1)  # operations as small as these only wait for each other's threads
+    gc.freeze()  # a million objects of torch and transformers, which never are garbage
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes for tests that need several ranks: `pool.run(world, function, *args)`."""
+    from tests.pool import Pool
+
     pool = Pool()
     yield pool
     pool.close()

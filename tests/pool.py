@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -171,6 +172,7 @@ def _work(rank: int, connection: Any, log: str, port: int) -> None:
     if hasattr(os, "SCHED_BATCH"):  # gloo's receive threads otherwise spin against the thread they serve
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     store = TCPStore("127.0.0.1", port, is_master=False)  # one connection for life: many in a row can stall for 5 s
+    gc.freeze()  # what was imported, so that looking for what a case leaves behind takes no time
     while True:
         try:
             job = connection.recv_bytes()
@@ -182,6 +184,7 @@ def _work(rank: int, connection: Any, log: str, port: int) -> None:
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
+        gc.collect()  # process groups in cycles: a thread of each would look around a hundred times a second, for ever
 
 
 def _run(rank: int, job: bytes, store: TCPStore) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,15 @@ def sum_of_ranks(rank: int, world: int, factor: float) -> tuple[int, torch.Tenso
 
 def process(rank: int, world: int) -> tuple[int, bool, int]:
     return os.getpid(), dist.is_initialized(), torch.get_num_threads()
+
+
+def keep_a_group_in_a_cycle(rank: int, world: int) -> None:
+    cycle: list[object] = [dist.new_group([0, 1])]
+    cycle.append(cycle)
+
+
+def num_threads(rank: int, world: int) -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def fail_on_rank_1(rank: int, world: int) -> None:
@@ -59,6 +69,12 @@ def test_processes_are_reused_with_one_thread_each(pool: Pool) -> None:
     assert first == second
     assert first[0][0] != first[1][0]
     assert first[0][1:] == (True, 1)
+
+
+def test_no_case_leaves_threads_behind(pool: Pool) -> None:
+    before = pool.run(2, num_threads)
+    pool.run(2, keep_a_group_in_a_cycle)
+    assert pool.run(2, num_threads) == before
 
 
 def test_one_rank_alone_has_no_process_group(pool: Pool) -> None:

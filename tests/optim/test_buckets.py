@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from unittest import mock
 
@@ -57,6 +59,15 @@ def test_parameters_keep_their_values_as_views_of_the_bucket():
             assert torch.equal(slot.weight.data, whole(slot.spec, seed=1))
         bucket.weights.zero_()
     assert all(not weight.any() for weight in chunk.weights.values())
+
+
+def test_a_chunk_that_nobody_uses_any_more_is_gone_with_its_buckets():
+    """And with them the process groups that they hold, each of which has threads."""
+    chunk = ToyChunk(SPECS, Mesh())
+    gone = [weakref.ref(chunk), weakref.ref(make_buckets(chunk, Mesh()))]
+    del chunk
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
 
 
 def test_reductions_start_in_one_order_whatever_order_gradients_come_in(monkeypatch):

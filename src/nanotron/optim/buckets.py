@@ -15,6 +15,7 @@ axes where each rank has only a part of the gradient, over the data axes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -211,7 +212,8 @@ class Buckets:
             weight_grads.bind(weight, grads, self._ready)
             used_by.setdefault(_block(name), []).append(bucket)
             if bucket.key.chunk == index:  # once, also for a tied weight that two chunks share
-                weight.register_post_accumulate_grad_hook(_take_autograd_grad(weight_grads))  # type: ignore[no-untyped-call]
+                take = _take_autograd_grad(weakref.proxy(weight_grads))  # cycles through a tensor's hook are for ever
+                weight.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ each step
 
