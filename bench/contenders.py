@@ -91,6 +91,7 @@ HUGGING_FACE = Contender("transformers", "bench.peers.hugging_face", environment
 
 EXPERTS = Contender("transformers", "bench.peers.hugging_face", environment="transformers", alone=True)
 DDP = Contender("DDP", "bench.peers.ddp", environment="torch")
+RESHARDED = Contender("FSDP2, resharded", "bench.peers.fsdp2", {"reshard": True}, environment="torch")
 RING = Contender("ring attention", "bench.peers.ring", environment="torch")
 
 EP = {"dp": 2, "expert_parallel_size": 2}
@@ -137,6 +138,23 @@ def cut_rows(sequence_length: int) -> Subject:
             "micro_batch_size": 1,
             "num_microbatches": 1,
         },
+    )
+
+
+def sharded(dtype: str) -> Subject:
+    """Two replicas of which each keeps half of everything, and gathers a block when it computes."""
+    return Subject(
+        f"Two replicas that share weights, gradients and optimizer's state, {dtype}",
+        [
+            ours(layout={"dp": 2}, config={"optimizer.zero_stage": 3}),
+            *(
+                ours(f"ours, ZeRO {stage}", layout={"dp": 2}, config={"optimizer.zero_stage": stage})
+                for stage in (2, 1)
+            ),
+            *in_all_ways(RESHARDED),
+        ],
+        dtype=dtype,
+        world=2,
     )
 
 
@@ -191,6 +209,8 @@ SUBJECTS = {
         ],
         world=2,
     ),
+    "zero3": sharded("float32"),
+    "zero3-bf16": sharded("bfloat16"),
     "tp2": Subject(
         "Two tensor-parallel ranks, float32",
         [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -64,14 +65,11 @@ def config_of(asked: dict[str, Any]) -> Config:
     return get_config_from_dict(values)
 
 
-def main() -> None:
-    asked = options()
-    prepare(asked["threads"], batch_policy=asked["batch_policy"])
-    keep_freed_memory()  # as nanotron.launch does on a CPU
+def trainer_of(asked: dict[str, Any]) -> tuple[Training, list[Batch]]:
+    """The trainer with its initial weights, and this rank's share of the batch; process groups exist already."""
     config = config_of(asked)
     mesh = Mesh()
     if config.parallelism.world_size > 1:
-        dist.init_process_group("gloo")
         mesh = Mesh(mesh_axes(config), dist.get_rank())
         mesh.create_groups({spec.reduce_axes(mesh) for spec in parameter_specs(config).values()})
     shape = Shape(**asked["shape"])
@@ -85,6 +83,16 @@ def main() -> None:
     kernels: Kernels | None = None if asked.get("onednn", True) else "cpu"  # products by MKL
     training = Training(config, mesh, "cpu", kernels=kernels)
     training.initialize()
+    return training, batches
+
+
+def main() -> None:
+    asked = options()
+    imported = prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    keep_freed_memory()  # as nanotron.launch does on a CPU
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    training, batches = trainer_of(asked)
     update = 0
 
     def step() -> float:
@@ -92,7 +100,7 @@ def main() -> None:
         update += 1
         return training.step(update, batches).read().lm_loss
 
-    serve(step)
+    serve(step, imported)
     if dist.is_initialized():
         dist.destroy_process_group()
 

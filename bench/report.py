@@ -15,7 +15,7 @@ from bench.shapes import Shape
 from nanotron.models.flops import decoder_layer_flops, head_flops
 
 LIMIT = Contender("matrix products alone", "bench.limit", batch_policy=True)
-HEADER = ("", "tokens/s", "quartiles", "ours ÷ it", "quartiles", "of limit", "peak MB", "first loss")
+HEADER = ("", "tokens/s", "quartiles", "ours ÷ it", "quartiles", "of limit", "in use MB", "peak MB", "first loss")
 LOSS_TOLERANCE = 0.5
 
 
@@ -44,6 +44,7 @@ class Line:
     """Ours over this one, both of the same round."""
     share: float | None
     """Model FLOPs per second over those of the matrix products alone."""
+    in_use_bytes: int | None
     peak_bytes: int | None
     first_loss: float | None
     doubtful: bool
@@ -72,8 +73,9 @@ def flops_per_token(shape: Shape) -> float:
 
 def _line(contender: Contender, shape: Shape, measured: Mapping[str, Measured], peak: float | None) -> Line:
     mine, ours = measured[contender.name], measured.get(contender.against)
+    memory = mine.in_use_bytes, mine.peak_bytes
     if mine.failure or not mine.seconds:
-        return Line(contender.name, mine.failure, None, None, None, mine.peak_bytes, mine.first_loss, False)
+        return Line(contender.name, mine.failure, None, None, None, *memory, mine.first_loss, False)
     rate = Spread.of([shape.tokens_per_step / seconds for seconds in mine.seconds])
     ratio = None
     if ours is not None and ours is not mine and not ours.failure:
@@ -81,7 +83,7 @@ def _line(contender: Contender, shape: Shape, measured: Mapping[str, Measured], 
     share = None if peak is None else rate.median * flops_per_token(shape) / peak
     loss = mine.first_loss
     doubtful = loss is not None and not abs(loss - log(shape.vocab_size)) < LOSS_TOLERANCE
-    return Line(contender.name, None, rate, ratio, share, mine.peak_bytes, loss, doubtful)
+    return Line(contender.name, None, rate, ratio, share, *memory, loss, doubtful)
 
 
 def table(title: str, found: Sequence[Line]) -> list[str]:
@@ -109,7 +111,7 @@ def _cells(line: Line) -> tuple[str, ...]:
         f"{line.ratio.median:.3f}" if line.ratio else "",
         f"{line.ratio.low:.3f} – {line.ratio.high:.3f}" if line.ratio else "",
         f"{line.share:.0%}" if line.share is not None else "",
-        f"{line.peak_bytes / 1e6:,.0f}" if line.peak_bytes is not None else "",
+        *("" if found is None else f"{found / 1e6:,.0f}" for found in (line.in_use_bytes, line.peak_bytes)),
         loss,
     )
 
@@ -123,6 +125,7 @@ def as_json(subject: Subject, shape: Shape, found: Sequence[Line], measured: Map
             "tokens_per_second": line.rate and line.rate._asdict(),
             "ours_over_it": line.ratio and line.ratio._asdict(),
             "share_of_limit": line.share,
+            "in_use_bytes": line.in_use_bytes,
             "peak_bytes": line.peak_bytes,
             "first_loss": line.first_loss,
             "seconds_per_step": measured[line.name].seconds,

@@ -41,6 +41,8 @@ class Measured:
     warm_up_s: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     """The most that the first process had resident, Python and libraries included."""
+    in_use_bytes: int | None = None
+    """The most that it had in use in a step, beyond what Python and libraries had: tensors, and what sends them."""
     failure: str | None = None
 
 
@@ -174,7 +176,10 @@ def compare(
             for name in names[first:] + names[:first]:
                 try:
                     answer = running[name].make_steps(1 + steps)
-                    measured[name].peak_bytes = answer["peak_bytes"]
+                    measured[name].peak_bytes, measured[name].in_use_bytes = (
+                        answer["peak_bytes"],
+                        answer["in_use_bytes"],
+                    )
                     measured[name].seconds.append(mean(answer["seconds"][1:]))  # the first brings back paged-out memory
                 except Failed as failure:
                     _give_up(name, running, measured, failure)

@@ -14,7 +14,7 @@ from bench.work import microbatches
 
 def main() -> None:
     asked = options()
-    prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    imported = prepare(asked["threads"], batch_policy=asked["batch_policy"])
     dist.init_process_group("gloo")
     shape = Shape(**asked["shape"])
     plain = whole_model(shape, shape.num_hidden_layers)
@@ -22,7 +22,7 @@ def main() -> None:
     model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
     batches = microbatches(shape, dist.get_rank(), dist.get_world_size())
     loss = logits_loss(model)
-    serve(training_step(loss, model.parameters(), batches, around_forward=precision, not_last=model.no_sync))
+    serve(training_step(loss, model.parameters(), batches, around_forward=precision, not_last=model.no_sync), imported)
     dist.destroy_process_group()
 
 

@@ -155,7 +155,7 @@ def loss_of(model: Model) -> Loss:
 
 def main() -> None:
     asked = options()
-    prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    imported = prepare(asked["threads"], batch_policy=asked["batch_policy"])
     dist.init_process_group("gloo")
     shape, cut_logits = Shape(**asked["shape"]), asked.get("loss_parallel", False)
     torch.manual_seed(0)
@@ -163,7 +163,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize(model, mesh, sequence_parallel=asked.get("sequence_parallel", False), cut_logits=cut_logits)
     with loss_parallel() if cut_logits else nullcontext():
-        serve(training_step(loss_of(model), model.parameters(), microbatches(shape)))
+        serve(training_step(loss_of(model), model.parameters(), microbatches(shape)), imported)
     dist.destroy_process_group()
 
 

@@ -43,7 +43,7 @@ def build(shape: Shape, experts: str | None) -> PreTrainedModel:
 
 def main() -> None:
     asked = options()
-    prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    imported = prepare(asked["threads"], batch_policy=asked["batch_policy"])
     shape = Shape(**asked["shape"])
     model = build(shape, asked.get("experts"))
     precision = in_dtype(model, asked)
@@ -53,7 +53,7 @@ def main() -> None:
         found: Tensor = forward(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
         return found
 
-    serve(training_step(loss, model.parameters(), microbatches(shape), around_forward=precision))
+    serve(training_step(loss, model.parameters(), microbatches(shape), around_forward=precision), imported)
 
 
 if __name__ == "__main__":

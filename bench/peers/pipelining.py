@@ -93,7 +93,7 @@ def _stage(module: PlainStage, stage: int, stages: int, tokens: Tensor) -> Pipel
 
 def main() -> None:
     asked = options()
-    prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    imported = prepare(asked["threads"], batch_policy=asked["batch_policy"])
     dist.init_process_group("gloo")
     shape, rank, ranks = Shape(**asked["shape"]), dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
@@ -118,7 +118,7 @@ def main() -> None:
         optimizer.zero_grad()
         return float(found)
 
-    serve(step)
+    serve(step, imported)
     dist.destroy_process_group()
 
 

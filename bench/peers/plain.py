@@ -13,13 +13,15 @@ from bench.work import microbatches
 
 def main() -> None:
     asked = options()
-    prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    imported = prepare(asked["threads"], batch_policy=asked["batch_policy"])
     shape = Shape(**asked["shape"])
     torch.manual_seed(0)
     model = whole_model(shape, shape.num_hidden_layers)
     precision = in_dtype(model, asked)
     forward = torch.compile(model) if asked.get("compile") else model
-    serve(training_step(logits_loss(forward), model.parameters(), microbatches(shape), around_forward=precision))
+    serve(
+        training_step(logits_loss(forward), model.parameters(), microbatches(shape), around_forward=precision), imported
+    )
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def check_loss(ring: PlainStage, whole: PlainStage, held: Tensor, tokens: Tensor
 
 def main() -> None:
     asked = options()
-    prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    imported = prepare(asked["threads"], batch_policy=asked["batch_policy"])
     dist.init_process_group("gloo")
     shape = Shape(**asked["shape"])
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def main() -> None:
     loss = logits_loss(lambda tokens: model(tokens, held))
     cut = [(tokens[:, held], labels[:, held]) for tokens, labels in batches]
     step = training_step(loss, model.parameters(), cut, not_last=model.no_sync)
-    serve(lambda: mean_of_ranks(step()))
+    serve(lambda: mean_of_ranks(step()), imported)
     dist.destroy_process_group()
 
 

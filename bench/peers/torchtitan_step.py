@@ -10,7 +10,7 @@ from bench.serve import options, prepare, serve
 
 def main() -> None:
     asked = options()
-    prepare(asked["threads"], batch_policy=asked["batch_policy"])
+    imported = prepare(asked["threads"], batch_policy=asked["batch_policy"])
     from torchtitan.observability import structured_logger  # after torchtitan_setup, which names the device
 
     structured_logger.init_structured_logger("training", "", enable=False)
@@ -29,7 +29,7 @@ def main() -> None:
         trainer.train_step(batches)
         return losses.pop() if trainer.config.parallelism.pipeline_parallel_degree == 1 else None
 
-    serve(step)
+    serve(step, imported)
     trainer.close()
 
 

@@ -19,6 +19,7 @@ from bench.runner import Measured, compare
 from bench.shapes import SHAPES
 
 TINY = SHAPES["tiny"]
+PARAMETERS = 57_344  # of its matrices
 
 
 def pretender(name: str, **options: Any) -> Contender:
@@ -49,6 +50,7 @@ def test_ours_and_a_plain_loop_train_the_same_model_and_both_are_in_the_table_an
         assert found["tokens_per_second"]["low"] <= found["tokens_per_second"]["median"]
         assert 0 < found["share_of_limit"] < 1
         assert 1e8 < found["peak_bytes"] < 1e10
+        assert 16 * PARAMETERS < found["in_use_bytes"] < 1e8
         assert found["first_loss"] == pytest.approx(4.852, abs=0.1)  # ln 128
     assert told["subjects"]["small"]["contenders"]["plain loop"]["ours_over_it"]["median"] > 0
     assert told["machine"]["versions"]["ours"]["torch"]

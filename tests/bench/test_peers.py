@@ -7,8 +7,12 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench.contenders import PLAIN, RING, SUBJECTS, Contender, Subject, ours
 from bench.first_step import (
@@ -22,12 +26,19 @@ from bench.first_step import (
     table,
     watch,
 )
-from bench.ours import config_of
+from bench.ours import config_of, trainer_of
+from bench.peers.loop import logits_loss, training_step
 from bench.peers.pipelining import layers_of_stages
+from bench.plain import whole_model
 from bench.runner import Running
 from bench.shapes import SHAPES, Shape
+from bench.work import microbatches
 from nanotron.metrics.record import step_line
+from nanotron.parallel.comm import all_reduce_
+from nanotron.parallel.mesh import Mesh
+from nanotron.training.step import Training
 from nanotron.training.topology import layers_of_stages as our_layers_of_stages
+from tests.pool import Pool
 
 
 @pytest.mark.parametrize("shape", ["reference", "wide", "long"])
@@ -77,6 +88,49 @@ def test_ring_attention_trains_as_whole_rows_do(tmp_path: Path) -> None:
     for one in SUBJECTS["cp2"].contenders:
         if one.module == "bench.ours":
             assert losses(one, tmp_path) == pytest.approx(ours_whole, rel=1e-5), one.name
+
+
+@pytest.mark.nightly  # it imports all of FSDP2
+def test_fsdp2_makes_our_losses_from_our_weights(pool: Pool) -> None:
+    for theirs, mine in pool.run(2, losses_of_fsdp2_and_ours):
+        assert theirs[0] == pytest.approx(mine[0], rel=1e-6)
+        assert theirs == pytest.approx(mine, rel=1e-4)  # it lets norms decay, by 1e-4 a step
+        assert started_untrained_and_learnt(theirs)
+
+
+PLAIN_NAMES = {
+    "layers": "blocks",
+    "attn.": "",
+    "mlp.": "",
+    "attn_norm.weight": "norms.0",
+    "mlp_norm.weight": "norms.1",
+    "norm.weight": "norm",
+}
+"""Parts of our names, and what stands there in the plain model's."""
+
+
+def losses_of_fsdp2_and_ours(rank: int, world: int) -> tuple[list[float], list[float]]:
+    """Of four steps, of the same weights."""
+    from bench.peers.fsdp2 import reshard
+
+    shape = SHAPES["tiny"]
+    asked: dict[str, Any] = {"shape": asdict(shape), "dtype": "float32"}
+    one = Training(config_of(asked), Mesh(), "cpu")
+    one.initialize()
+    plain = whole_model(shape, shape.num_hidden_layers)
+    (chunk,), named = one.chunks, dict(plain.named_parameters())
+    with torch.no_grad():
+        for name, weight in chunk.weights.items():
+            for part, its in PLAIN_NAMES.items():
+                name = name.replace(part, its)
+            named[name].copy_(weight.view(named[name].shape))
+    reshard(plain, init_device_mesh("cpu", (world,)), torch.float32)
+    step = training_step(logits_loss(plain), plain.parameters(), microbatches(shape, rank, world))
+    training, batches = trainer_of(asked | {"layout": {"dp": world}})
+    return (
+        [float(all_reduce_(torch.tensor(step() / world), dist.group.WORLD)) for _ in range(4)],
+        [training.step(update, batches).read().lm_loss for update in (1, 2, 3, 4)],
+    )
 
 
 @pytest.mark.nightly
