@@ -76,7 +76,7 @@ def ours(mesh: Mesh, name: str, microbatches: int, options: argparse.Namespace) 
         chunk.initialize(0)
         for weight in chunk.weights.values():
             buffers.append(torch.zeros_like(weight))
-            chunk.hooks.weight_grads.bind(weight, buffers[-1])
+            chunk.hooks.weight_grads.bind(weight, buffers[-1].detach)
     pipeline = Pipeline(chunks, schedule, mesh, hidden_size=options.hidden, dtype=torch.float32, device="cpu")
     positions = torch.arange(TOKENS).expand(ROWS, TOKENS)
     batches = [Batch(part, part, positions) for part in tokens_of(microbatches).chunk(microbatches)]

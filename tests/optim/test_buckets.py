@@ -106,7 +106,7 @@ def reduce_on_rank(rank: int, world: int, zero_stage: int) -> list[tuple[str, Bo
     boxes = [
         (spec.name, box, view.clone())
         for bucket in buckets.all
-        for spec, box, view in bucket.boxes(bucket.grads[bucket.shard], bucket.shard)
+        for spec, box, view in bucket.boxes(bucket.grad_shard, bucket.shard)
     ]
     return [*boxes, ("norm", Box((), ()), norm_squared)]
 
@@ -186,7 +186,7 @@ def sums_with_experts(rank: int, world: int, zero_stage: int, everyone: bool) ->
     return [
         (spec.name, box, view.clone())
         for bucket in buckets.all
-        for spec, box, view in bucket.boxes(bucket.grads[bucket.shard], bucket.shard)
+        for spec, box, view in bucket.boxes(bucket.grad_shard, bucket.shard)
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotron.ops.chunk import Hooks
+from nanotron.ops.chunk import Hooks, Use
 from nanotron.optim.buckets import Buckets
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Init, ParamSpec
@@ -21,8 +21,11 @@ class ToyChunk:
         }
         self.hooks = Hooks()
 
-    def uses(self, name: str, sequence_length: int) -> int:
-        return 1
+    def uses(self, sequence_length: int) -> list[Use]:
+        blocks: dict[str, list[str]] = {}
+        for name in self.weights:
+            blocks.setdefault(".".join(name.split(".")[:2]) if name.startswith("layers.") else name, []).append(name)
+        return [Use(block, tuple(names)) for block, names in blocks.items()]
 
     def contribute(self, name: str, grad: torch.Tensor) -> None:
         """What a layer's backward does with one microbatch's gradient of a weight."""

@@ -41,6 +41,7 @@ class Case:
     cp: int = 1
     cp_mode: str = "ALL_GATHER"
     ep: int = 1
+    dp_shard: int | None = None
     # ---------------------------------------------------------------------------
     tied: bool = False
     family: str = "llama"

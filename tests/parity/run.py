@@ -72,6 +72,7 @@ def config_of(case: Case) -> Config:
                 "context_parallel_size": case.cp,
                 "cp_mode": case.cp_mode,
                 "expert_parallel_size": case.ep,
+                "dp_shard": case.dp_shard,
                 "pp_engine": case.schedule,
                 "tp_mode": case.tp_mode,
                 "recompute_layer": case.recompute_layer,
@@ -236,7 +237,7 @@ def capture_before_update(training: Training, found: list[StateShard]) -> None:
 
 def gradient_pieces(training: Training) -> Iterator[StateShard]:
     for bucket in training.buckets.all:
-        for spec, box, view in bucket.boxes(bucket.grads[bucket.shard], bucket.shard):
+        for spec, box, view in bucket.boxes(bucket.grad_shard, bucket.shard):
             yield spec.name, spec.shape, box, view.clone()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanotron.ops.chunk import Hooks
+from nanotron.ops.chunk import Hooks, Use
 from nanotron.ops.linear import TensorParallel, linear
 from nanotron.optim.buckets import Buckets
 from nanotron.parallel.comm import copy_to, sum_from
@@ -41,8 +41,8 @@ class ExchangingStage(nn.Module):
         self.hooks = Hooks()
         self.tp = TensorParallel(Mesh(), self.hooks.weight_grads)
 
-    def uses(self, name: str, sequence_length: int) -> int:
-        return 1
+    def uses(self, sequence_length: int) -> list[Use]:
+        return [Use("layer", tuple(self.weights))]
 
     def forward(self, x: Tensor | None, batch: ToyBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         if x is None:
@@ -106,11 +106,7 @@ def gradients(rank: int, world: int, schedule_name: str, haste: str, one_communi
     with mock.patch.object(Parcel, "is_done", is_here[haste]):
         pipeline.run(batches_of(mesh.coord("cp")), 1.0)
     buckets.finish()
-    return {
-        slot.spec.name: bucket.grads[slot.start : slot.start + slot.box.numel].view(slot.box.shape).clone()
-        for bucket in buckets.all
-        for slot in bucket.slots
-    }
+    return {slot.spec.name: slot.of(bucket.grads).clone() for bucket in buckets.all for slot in bucket.slots}
 
 
 def create_groups(mesh: Mesh, *, one_communicator: bool) -> None:

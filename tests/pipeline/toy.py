@@ -37,7 +37,7 @@ class ToyStage(nn.Module):
         self.hooks = Hooks()
         self.buffers = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
         for name, buffer in self.buffers.items():
-            self.hooks.weight_grads.bind(self.get_parameter(name), buffer)
+            self.hooks.weight_grads.bind(self.get_parameter(name), buffer.detach)
         self.tp = TensorParallel(Mesh(), self.hooks.weight_grads)
 
     def forward(self, x: Tensor | None, batch: ToyBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

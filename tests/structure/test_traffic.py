@@ -150,8 +150,12 @@ def least(config: Config, mesh: Mesh) -> Counts:
         else:
             found.add("reduce_scatter", replicas, 1, padded * size)
             found.add("all_gather", replicas, 1, padded * size)
+
+    def part(parameters: int) -> int:  # of a gradient that this rank has the sum of
+        return -(-parameters // len(replicas)) if config.optimizer.zero_stage else parameters
+
     if tied_stages(config) and ends:
-        found.add("all_reduce", _tied(config, mesh), 1, rows(mesh) * model.hidden_size * size)
+        found.add("all_reduce", _tied(config, mesh), 1, part(rows(mesh) * model.hidden_size) * size)
 
     shards, pipeline = mesh.ranks_along("tp"), mesh.ranks_along("pp")
     neighbours = (stage > 0) + (stage < layout.pp - 1)
@@ -162,7 +166,7 @@ def least(config: Config, mesh: Mesh) -> Counts:
         again = m * (2 * layers + last) if layout.tp_recompute_allgather else 0
         found.add("all_gather", shards, entries + again, (entries + again) * activation)
         found.add("reduce_scatter", shards, entries, entries * activation)
-        found.add("all_reduce", shards, 1, norms * size)
+        found.add("all_reduce", shards, 1, part(norms) * size)
     else:
         found.add("all_reduce", shards, entries, entries * activation)
     found.add("all_reduce", shards, 2 * m * last, m * last * 3 * positions * max(4, size))

@@ -123,6 +123,13 @@ class ParallelismArgs:
         " divisor of dp.",
         gt=0,
     )
+    dp_shard: Count | None = key(
+        None,
+        "Replicas that share the shards of every matrix at zero_stage 2 and 3, as on one node; the others hold copies"
+        " (hybrid sharding). A divisor of dp.",
+        derived="dp: no copies",
+        gt=0,
+    )
     pp_layers: list[Count] | None = key(
         None,
         "Layers of each pipeline stage, first to last, e.g. [5, 7].",
@@ -145,6 +152,7 @@ class ParallelismArgs:
         parts = [f"dp {self.dp}", f"pp {self.pp} ({self.pp_engine})", f"tp {self.tp} ({self.tp_mode})"]
         parts += [f"cp {self.context_parallel_size} ({self.cp_mode})"] * (self.context_parallel_size > 1)
         parts += [f"ep {self.expert_parallel_size}"] * (self.expert_parallel_size > 1)
+        parts += [f"dp_shard {self.dp_shard}"] * (self.dp_shard not in (None, self.dp))
         return " · ".join(parts)
 
     @property

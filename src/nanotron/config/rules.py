@@ -20,6 +20,7 @@ LAYERS, TRAIN_STEPS = "model.model_config.num_hidden_layers", "tokens.train_step
 SEQUENCE, SCHEDULER = "tokens.sequence_length", "optimizer.learning_rate_scheduler"
 STAGE_SEQUENCES = "data_stages[].sequence_length"
 WINDOW_LAYERS = "model.model_config.sliding_window_layers"
+ZERO_STAGE, DP_SHARD = "optimizer.zero_stage", "parallelism.dp_shard"
 MOE, EXPERT_RANKS = "model.model_config.moe_config", "parallelism.expert_parallel_size"
 
 
@@ -165,6 +166,24 @@ def _experts_divide_by_their_ranks(config: Config) -> Findings:
             EXPERT_RANKS if legal else "parallelism.tp",
             f"{ep if legal else tp}: {MOE}.num_experts={experts} does not divide by"
             f" expert_parallel_size={ep} · tp={tp}; {use}",
+        )
+
+
+@rule("parallelism.dp_shard", "parallelism.dp", "parallelism.expert_parallel_size", ZERO_STAGE)
+def _shards_divide_replicas(config: Config) -> Findings:
+    layout, stage = config.parallelism, config.optimizer.zero_stage
+    shards, ep = layout.dp_shard, layout.expert_parallel_size
+    if shards is None:
+        return
+    legal = [size for size in divisors(layout.dp) if size % ep == 0]
+    if shards not in legal:
+        share = f" that {EXPERT_RANKS}={ep} divides" if ep > 1 else ""
+        yield DP_SHARD, f"{shards} is no divisor of parallelism.dp={layout.dp}{share}; use {listed(legal)}"
+    elif stage < 2 and shards != layout.dp:
+        yield (
+            DP_SHARD,
+            f"{shards} of {layout.dp} replicas are to share gradients, which {ZERO_STAGE}={stage} does not shard; use "
+            f"{ZERO_STAGE}: 2 or 3, or leave dp_shard out",
         )
 
 

@@ -135,9 +135,10 @@ class OptimizerArgs:
     optimizer_factory: Section[AnyOptimizer] = key(None, "The optimizer.", factory=AdamWOptimizerArgs)
     zero_stage: Int = key(
         1,
-        "ZeRO stage. 0: every replica keeps all optimizer state. 1: it is sharded over the data-parallel replicas.",
+        "ZeRO stage: what is sharded over the data-parallel replicas. 0: nothing. 1: optimizer state. 2: gradients too."
+        " 3: weights too.",
         ge=0,
-        le=1,
+        le=3,
     )
     weight_decay: Float = key(0.1, "Weight decay, per unit of learning rate; never on norms and biases.", ge=0)
     clip_grad: Float | None = key(

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from nanotron.batch import Batch, Spans
 from nanotron.models.cache import LayerCache
 from nanotron.models.experts import MoE
-from nanotron.models.specs import EMBED, FINAL_NORM, StageModules, decoder_layers, head_name
-from nanotron.ops.chunk import Hooks
+from nanotron.models.specs import EMBED, FINAL_NORM, HEAD, StageModules, decoder_layers, head_name
+from nanotron.ops.chunk import Hooks, Use
 from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.cross_entropy import cross_entropy
 from nanotron.ops.embedding import embedding
@@ -65,6 +65,8 @@ class ChunkOptions:
     """How queries and keys come together where rows are cut over cp."""
     kernels: Kernels | None = None
     """Who multiplies and attends; None: what is fastest on the device."""
+    without_storage: bool = False
+    """Make weights that have a gradient without memory of their own: buckets will give them some (ZeRO-3)."""
 
 
 class DecoderChunk(nn.Module):
@@ -118,7 +120,8 @@ class DecoderChunk(nn.Module):
                 else:
                     shape, learns = specs[name].local_box(mesh).shape, specs[name].learns
                     dtype = options.dtype if learns else precision
-                    weight = torch.empty(shape, dtype=dtype, device=options.device)
+                    absent = learns and options.without_storage
+                    weight = torch.empty(() if absent else shape, dtype=dtype, device=options.device).expand(shape)
                     self.weights[name] = nn.Parameter(weight, requires_grad=learns)
             return self.weights[name]
 
@@ -155,13 +158,20 @@ class DecoderChunk(nn.Module):
             with torch.no_grad():
                 weight.copy_(torch.from_numpy(draw(spec, spec.local_box(self.mesh), seed)))
 
-    def uses(self, name: str, sequence_length: int) -> int:
-        """How often one microbatch's backward adds to a weight's gradient."""
-        as_embedding = self.embed is not None and name == EMBED
-        as_head = self.head is not None and name == head_name(self.config)
+    def uses(self, sequence_length: int) -> list[Use]:
+        """Its blocks in the order of its forward; a tied weight is used by the embedding and by the head."""
+        layers = dict[str, list[str]]()
+        for name, weight in self.weights.items():
+            if name.startswith("layers.") and weight.requires_grad:
+                layers.setdefault(".".join(name.split(".")[:2]), []).append(name)
         size = self.options.loss_chunk
         chunks = -(-sequence_length // size) if size else 1
-        return as_embedding + chunks * as_head or 1
+        uses = [Use(block, tuple(names)) for block, names in layers.items()]
+        if self.embed is not None:
+            uses.insert(0, Use(EMBED, (EMBED,), rereads=False))
+        if self.head is not None:
+            uses += [Use(FINAL_NORM, (FINAL_NORM,)), Use(HEAD, (head_name(self.config),), chunks)]
+        return uses
 
     def forward(
         self, x: Tensor | None, batch: Batch, cache: Sequence[LayerCache] | None = None
@@ -192,13 +202,14 @@ class DecoderChunk(nn.Module):
                 x, added, told = recomputed(block, x, rotary, batch.spans, matmuls=matmuls)
             else:
                 x, added, told = block(x, rotary, batch.spans, kept)
+            self.hooks.after_block(str(block.name), x)
             losses |= {name: losses[name] + loss if name in losses else loss for name, loss in added.items()}
             metrics |= {f"{name}/{block.name}": value for name, value in told.items()}
             metrics |= self._measured(str(block.name), x)
         if self.head is None or self.norm is None:
             return x, losses, metrics
         self.hooks.before_block(FINAL_NORM)
-        self.hooks.before_block(head_name(self.config))
+        self.hooks.before_block(HEAD)
         x = self.fuse(rms_norm)(x, self.norm, self.config.rms_norm_eps)
         if cache is not None:
             (x,) = linear(x[:, -1:], [self.head], self.tp)  # [b, s, d] -> [b, 1, V/t]
@@ -210,6 +221,7 @@ class DecoderChunk(nn.Module):
             )
         else:
             lm, squared_log_z = self._chunked_loss(x, batch.labels, self.options.loss_chunk)
+        self.hooks.after_block(HEAD, lm, squared_log_z)
         z_loss = {"z": self.config.z_loss_coefficient * squared_log_z} if self.config.z_loss_enabled else {}
         return x, {"lm": lm, **z_loss, **losses}, metrics
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -13,8 +13,20 @@ from nanotron.ops.weight_grads import WeightGrads
 from nanotron.parallel.params import ParamSpec
 
 
-def _nothing(block: str) -> None:
+def _nothing(block: str, *outputs: Tensor) -> None:
     """Weights that nobody moves are always there."""
+
+
+class Use(NamedTuple):
+    """A block of a chunk's forward: what it is called, and how its backward adds to its weights' gradients."""
+
+    block: str
+    names: tuple[str, ...]
+    """Of the weights that it uses and that have a gradient."""
+    contributions: int = 1
+    """How often one microbatch's backward adds to each one's gradient."""
+    rereads: bool = True
+    """Whether its backward reads the weights once more."""
 
 
 @dataclass(eq=False)
@@ -25,6 +37,8 @@ class Hooks:
     """Where weight gradients go."""
     before_block: Callable[[str], None] = _nothing
     """Called with a block's name before its forward: whoever moves weights waits here for them."""
+    after_block: Callable[..., None] = _nothing
+    """Called with a block's name and its forward's outputs: its backward begins when one of these has its gradient."""
     measures: bool = False
     """Whether forward's metrics tell how large activations are; ``measuring`` sets it."""
 
@@ -52,8 +66,8 @@ class Chunk(Protocol):
     @property
     def specs(self) -> Mapping[str, ParamSpec]: ...
 
-    def uses(self, name: str, sequence_length: int) -> int:
-        """How often one microbatch's backward adds to a weight's gradient."""
+    def uses(self, sequence_length: int) -> Sequence[Use]:
+        """Its blocks in the order of its forward; a tied weight may be used by two."""
         ...
 
     def __call__(self, x: Tensor | None, batch: Any) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]: ...

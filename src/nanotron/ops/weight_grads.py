@@ -17,13 +17,15 @@ class WeightGrads:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Tensor, Tensor] = {}
+        self._buffers: dict[Tensor, Callable[[], Tensor]] = {}
         self._contributed: dict[Tensor, Callable[[Tensor], None]] = {}
         self._deferring = False
         self._jobs: list[Callable[[], None]] = []
 
-    def bind(self, weight: Tensor, buffer: Tensor, contributed: Callable[[Tensor], None] = lambda weight: None) -> None:
-        """Have ``weight``'s gradient accumulate into ``buffer``; ``contributed(weight)`` follows each addition."""
+    def bind(
+        self, weight: Tensor, buffer: Callable[[], Tensor], contributed: Callable[[Tensor], None] = lambda weight: None
+    ) -> None:
+        """Have ``weight``'s gradient accumulate into ``buffer()``; ``contributed(weight)`` follows each addition."""
         self._buffers[weight], self._contributed[weight] = buffer, contributed
 
     def __contains__(self, weight: Tensor) -> bool:
@@ -39,7 +41,7 @@ class WeightGrads:
     def add_now(self, weight: Tensor, accumulate: Callable[[Tensor], None]) -> None:
         """Run ``accumulate(buffer)``, and say that the weight has had a contribution."""
         with torch.no_grad():  # a deferred job runs outside of backward
-            accumulate(self._buffers[weight])
+            accumulate(self._buffers[weight]())
         self._contributed[weight](weight)
 
     @contextmanager

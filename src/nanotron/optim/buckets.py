@@ -16,7 +16,7 @@ axes where each rank has only a part of the gradient, over the data axes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup, Work
 
 from nanotron.ops.chunk import Chunk
 from nanotron.ops.weight_grads import WeightGrads
+from nanotron.optim.sharding import Block, Line, WholeGrads, WholeWeights
 from nanotron.parallel.comm import all_reduce_, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box, ParamSpec, flat_range_boxes
@@ -48,6 +49,8 @@ class GroupKey(NamedTuple):
     decay: bool
     lr_scale: float
     tied: bool
+    block: str = ""
+    """The block whose matrices, sharded each by itself (ZeRO-2 and 3), these are."""
 
 
 class Slot(NamedTuple):
@@ -58,24 +61,40 @@ class Slot(NamedTuple):
     start: int
     weight: nn.Parameter
 
+    def of(self, flat: Tensor) -> Tensor:
+        """The parameter's part of a flat tensor that holds its bucket."""
+        return flat[self.start : self.start + self.box.numel].view(self.box.shape)
+
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters of one key, flat. ``shard`` is the range that this replica updates."""
+    """Parameters of one key, flat; ``numel`` elements, padding included."""
 
     key: GroupKey
     slots: list[Slot]
-    weights: Tensor
-    grads: Tensor
+    numel: int
+    weights: Tensor | None
+    """All of them; None where each rank keeps its shard (ZeRO-3)."""
+    grads: Tensor | None
+    """All of them; None where each rank keeps its shard (ZeRO-2 and 3)."""
+    weight_shard: Tensor
+    grad_shard: Tensor
     shard: slice
+    """The range that this rank updates."""
     norm_shard: slice
     """The range whose squared norm this replica contributes: 1/n of the bucket at every ZeRO stage."""
     replicas: int
     """Ranks that hold the same parameters for different tokens: gradients are summed over them."""
     replica: int
     """Which of them this rank is, from 0."""
+    writes: bool
+    """Of the ranks that have the same shard, this is the one whose a checkpoint keeps."""
     gradient_group: ProcessGroup | None
+    """The ranks that have the shards, for gradients."""
     weight_group: ProcessGroup | None
+    """The same, for weights."""
+    copies_group: ProcessGroup | None
+    """The ranks that have the same shard for different tokens."""
     missing: int = 0
     """How many contributions must still come before the gradients are complete."""
     works: list[Work] = field(default_factory=list)
@@ -86,9 +105,17 @@ class Bucket:
             work.wait()
         self.works.clear()
 
-    def boxes(self, flat: Tensor, part: slice) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
-        """``flat``, which holds the bucket's range ``part``, as boxes of global tensors: (spec, box, view)."""
-        for slot in self.slots:
+    @property
+    def norm_part(self) -> slice:
+        """``norm_shard`` within the shard."""
+        return slice(self.norm_shard.start - self.shard.start, self.norm_shard.stop - self.shard.start)
+
+    def boxes(self, flat: Tensor, part: slice, only: Slot | None = None) -> Iterator[tuple[ParamSpec, Box, Tensor]]:
+        """``flat``, which holds the bucket's range ``part``, as boxes of global tensors: (spec, box, view).
+
+        ``only``: of this slot.
+        """
+        for slot in [only] if only else self.slots:
             lo, hi = max(slot.start, part.start), min(slot.start + slot.box.numel, part.stop)
             position = lo - part.start
             for box in flat_range_boxes(slot.box.shape, lo - slot.start, hi - slot.start) if lo < hi else ():
@@ -118,10 +145,12 @@ class Buckets:
         for key, names in self._split(chunks, cap_bytes):
             self.all.append(self._build(key, chunks[key.chunk], names, grad_dtype(key.dtype)))
         self.all.reverse()  # backward meets the last layers first
+        self._whole_grads, self._whole_weights = self._sharded()
         for index, chunk in enumerate(chunks):
             self._attach(chunk, index)
         in_forward = [self._by_weight[weight] for chunk in chunks for weight in _learning(chunk).values()]
-        self._by_first_use = list(dict.fromkeys(in_forward))
+        self._by_first_use = [bucket for bucket in dict.fromkeys(in_forward) if bucket.weights is not None]
+        self._with_grads = [bucket for bucket in self.all if bucket.grads is not None]
         self._next = 0
 
     # ------------------------------------------------------------------ building
@@ -142,26 +171,34 @@ class Buckets:
     def _blocks(self, index: int, chunk: Chunk, placed: set[Tensor]) -> Iterator[tuple[GroupKey, list[str], int]]:
         """(key, names, bytes) of the parameters of each block that are treated alike."""
         blocks: dict[tuple[str, GroupKey], list[str]] = {}
-        for name, weight in _learning(chunk).items():
-            if weight not in placed:  # a tied weight that an earlier chunk of this rank has already placed
-                placed.add(weight)
-                blocks.setdefault((_block(name), self._treatment(index, chunk.specs[name], weight)), []).append(name)
+        for use in chunk.uses(1):
+            for name in use.names:
+                weight = chunk.weights[name]
+                if weight not in placed:  # a tied weight that another block, or an earlier chunk, has already placed
+                    placed.add(weight)
+                    key = self._treatment(index, use.block, chunk.specs[name], weight)
+                    blocks.setdefault((use.block, key), []).append(name)
         for (_, key), names in blocks.items():
             yield key, names, sum(_bytes(chunk.weights[name]) for name in names)
 
-    def _treatment(self, chunk: int, spec: ParamSpec, weight: Tensor) -> GroupKey:
+    def _treatment(self, chunk: int, block: str, spec: ParamSpec, weight: Tensor) -> GroupKey:
         stages = self._tied_stages.get(spec.name, ())
         first_holder = not stages or self._mesh.coord("pp") == min(stages)
+        axes = spec.reduce_axes(self._mesh)
+        shards, _ = self._mesh.shards_and_copies(axes)
+        matrix = len(spec.shape) > 1 and not stages  # of a tied one, two stages have parts of the gradient
+        sharded = self._zero_stage >= 2 and matrix and len(self._mesh.ranks_along(*shards)) > 1
         return GroupKey(
             chunk=chunk,
             dtype=weight.dtype,
-            reduce_axes=spec.reduce_axes(self._mesh),
+            reduce_axes=axes,
             partial_axes=spec.partial_axes(self._mesh),
             copy_axes=spec.copy_axes(self._mesh),
             counted=spec.is_owner(self._mesh) and first_holder,
             decay=spec.decay,
             lr_scale=spec.lr_scale,
             tied=bool(stages),
+            block=block if sharded else "",
         )
 
     def _build(self, key: GroupKey, chunk: Chunk, names: list[str], grad_dtype: torch.dtype) -> Bucket:
@@ -170,50 +207,118 @@ class Buckets:
             box = chunk.specs[name].local_box(self._mesh)
             slots.append(Slot(chunk.specs[name], box, start, chunk.weights[name]))
             start += box.numel
-        peers = self._mesh.ranks_along(*key.reduce_axes)
-        replicas, replica = len(peers), peers.index(self._mesh.rank)
-        length = -(-start // replicas)  # of a shard, the last ones padded
-        weights = torch.zeros(length * replicas, dtype=key.dtype, device=slots[0].weight.device)
-        grads = torch.zeros_like(weights, dtype=grad_dtype)
-        share = slice(replica * length, (replica + 1) * length)
+        axes, copies = (key.reduce_axes, ()) if self._zero_stage else ((), key.reduce_axes)
+        if key.block:
+            axes, copies = self._mesh.shards_and_copies(key.reduce_axes)
+        shards, owners = self._mesh.ranks_along(*axes), self._mesh.ranks_along(*copies)
+        replicas, shard, copy = len(shards) * len(owners), shards.index(self._mesh.rank), owners.index(self._mesh.rank)
+        length = -(-start // replicas)  # of what a replica counts, the last ones padded
+        held = length * len(owners)
+        like = slots[0].weight.new_zeros(())  # of a device
+        whole_weights, whole_grads = not (key.block and self._zero_stage == 3), not key.block
+        weights = like.new_zeros(length * replicas if whole_weights else held)
+        grads = like.new_zeros(length * replicas if whole_grads else held, dtype=grad_dtype)
+        mine, first = slice(shard * held, (shard + 1) * held), shard * held + copy * length
         bucket = Bucket(
             key=key,
             slots=slots,
-            weights=weights,
-            grads=grads,
-            shard=share if self._zero_stage else slice(0, len(weights)),
-            norm_shard=share,
+            numel=length * replicas,
+            weights=weights if whole_weights else None,
+            grads=grads if whole_grads else None,
+            weight_shard=weights[mine] if whole_weights else weights,
+            grad_shard=grads[mine] if whole_grads else grads,
+            shard=mine,
+            norm_shard=slice(first, first + length),
             replicas=replicas,
-            replica=replica,
-            gradient_group=self._mesh.group(*key.reduce_axes, purpose="gradients"),
-            weight_group=self._mesh.group(*key.reduce_axes, purpose="weights"),
+            replica=shard * len(owners) + copy,
+            writes=key.counted and copy == 0,
+            gradient_group=self._mesh.group(*axes, purpose="gradients"),
+            weight_group=self._mesh.group(*axes, purpose="weights"),
+            copies_group=self._mesh.group(*copies, purpose="gradients"),
         )
         for slot in slots:
-            place = slice(slot.start, slot.start + slot.box.numel)
-            weights[place].copy_(slot.weight.detach().view(-1))
-            slot.weight.data = weights[place].view(slot.box.shape)
             self._by_weight[slot.weight] = bucket
+            if whole_weights:
+                slot.of(weights).copy_(slot.weight.detach())
+                slot.weight.data = slot.of(weights)
+            else:
+                for _, box, part in bucket.boxes(bucket.weight_shard, mine, slot):
+                    part.copy_(slot.weight.detach()[box.slices(within=slot.box)])
         return bucket
+
+    def _sharded(self) -> tuple[WholeGrads | None, WholeWeights | None]:
+        """Who gives blocks whole gradients and weights, where ranks keep shards of them."""
+        blocks: dict[str, Block] = {}
+        for bucket in self.all:
+            if bucket.key.block:
+                blocks.setdefault(bucket.key.block, Block()).buckets.append(bucket)
+        self._block_of = {bucket: block for block in blocks.values() for bucket in block.buckets}
+        if not blocks:
+            return None, None
+        lines = [Line(chunk, self._blocks_of(chunk, _learning(chunk))) for chunk in self._chunks]
+        everything = list(blocks.values())
+        return WholeGrads(everything, lines), WholeWeights(everything) if self._zero_stage == 3 else None
+
+    def _blocks_of(self, chunk: Chunk, names: Iterable[str]) -> dict[str, Block]:
+        """Those of the weights of these names that are sharded by block."""
+        buckets = {name: self._by_weight[chunk.weights[name]] for name in names}
+        return {name: self._block_of[bucket] for name, bucket in buckets.items() if bucket in self._block_of}
 
     def _attach(self, chunk: Chunk, index: int) -> None:
         """Have every parameter of the chunk accumulate into its place in the flat gradients, and be whole when used."""
-        weight_grads = chunk.hooks.weight_grads
-        used_by: dict[str, list[Bucket]] = {}  # block -> where its weights lie
+        grads, uses = chunk.hooks.weight_grads, chunk.uses(1)
+        used_by = {use.block: {self._by_weight[chunk.weights[name]] for name in use.names} for use in uses}
 
         def before_block(block: str) -> None:
             for bucket in used_by[block]:
                 bucket.wait()
 
         chunk.hooks.before_block = before_block
-        for name, weight in _learning(chunk).items():
+        if self._whole_weights:
+            self._gather_around(chunk, self._whole_weights)
+        for weight in _learning(chunk).values():
             bucket = self._by_weight[weight]
             slot = next(slot for slot in bucket.slots if slot.weight is weight)
-            grads = bucket.grads[slot.start : slot.start + slot.box.numel].view(slot.box.shape)
-            weight_grads.bind(weight, grads, self._ready)
-            used_by.setdefault(_block(name), []).append(bucket)
+            self._bind(grads, weight, slot, bucket, index)
             if bucket.key.chunk == index:  # once, also for a tied weight that two chunks share
-                take = _take_autograd_grad(weakref.proxy(weight_grads))  # cycles through a tensor's hook are for ever
+                take = _take_autograd_grad(weakref.proxy(grads))  # cycles through a tensor's hook are for ever
                 weight.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def _bind(self, weight_grads: WeightGrads, weight: Tensor, slot: Slot, bucket: Bucket, chunk: int) -> None:
+        if bucket.grads is not None:
+            view = slot.of(bucket.grads)
+            weight_grads.bind(weight, lambda: view, self._ready)
+            return
+        whole, block = self._whole_grads, self._block_of[bucket]
+        assert whole is not None
+        weight_grads.bind(
+            weight,
+            lambda: slot.of(dict(block.parts(whole.of(block)))[bucket]),
+            lambda weight: whole.contributed(chunk, block),
+        )
+
+    def _gather_around(self, chunk: Chunk, whole: WholeWeights) -> None:
+        """Have each block's weights whole while it computes, forward and backward, and the next one's on their way."""
+        wait, uses = chunk.hooks.before_block, chunk.uses(1)
+        found = [(use.block, block) for use in uses for block in self._blocks_of(chunk, use.names).values()]
+        blocks, rereads = dict(found), {use.block for use in uses if use.rereads}
+        forward = dict(zip(blocks, [*list(blocks)[1:], None], strict=True))
+        backward = {after: block if block in rereads else None for block, after in forward.items()}
+
+        def use(name: str, following: str | None) -> None:
+            whole.use(blocks[name], blocks[following] if following else None)
+
+        def before_block(name: str) -> None:
+            wait(name)
+            if name in blocks:
+                use(name, forward[name])
+
+        def after_block(name: str, *outputs: Tensor) -> None:
+            for output in outputs if name in blocks else ():
+                if output.requires_grad:
+                    output.register_hook(lambda grad: use(name, backward.get(name)))  # type: ignore[no-untyped-call]
+
+        chunk.hooks.before_block, chunk.hooks.after_block = before_block, after_block
 
     # ------------------------------------------------------------------ each step
 
@@ -221,66 +326,87 @@ class Buckets:
         """Begin a step of this many microbatches with zero gradients."""
         self._next = 0
         for bucket in self.all:
-            bucket.grads.zero_()
+            (bucket.grad_shard if bucket.grads is None else bucket.grads).zero_()
             bucket.missing = 0
+        if self._whole_grads:
+            self._whole_grads.start(microbatches, sequence_length)
         for chunk in self._chunks:
-            for name, weight in _learning(chunk).items():
-                self._by_weight[weight].missing += microbatches * chunk.uses(name, sequence_length)
+            for use in chunk.uses(sequence_length):
+                for name in use.names:
+                    self._by_weight[chunk.weights[name]].missing += microbatches * use.contributions
 
     def _ready(self, weight: Tensor) -> None:
         """Count one contribution; start the reduction of every bucket that is complete and next in line."""
         self._by_weight[weight].missing -= 1
-        while self._next < len(self.all) and self.all[self._next].missing == 0:
-            bucket = self.all[self._next]
-            if not (bucket.key.tied or bucket.key.partial_axes):  # those wait for other stages, or axes
-                self._start_reduction(bucket)
+        if not self._whole_grads:  # else blocks leave meanwhile, from the same ranks: one order needs one line
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        while self._next < len(self._with_grads) and self._with_grads[self._next].missing == 0:
+            self._start_reduction(self._with_grads[self._next])
             self._next += 1
 
     def finish(self) -> None:
-        """Complete all reductions: then each replica's ``shard`` of every bucket holds the global gradient sum."""
-        for bucket in self.all:
+        """Complete all reductions: then ``grad_shard`` of every bucket holds its part of the global gradient sum."""
+        if self._whole_grads:
+            self._whole_grads.finish()
+            self._start_complete()
+        for bucket in self._with_grads:
             assert bucket.missing == 0, f"{bucket.slots[0].spec.name}…: {bucket.missing} gradients never came"
-        late = [bucket for bucket in self.all if bucket.key.tied or bucket.key.partial_axes]
-        for bucket in late:
-            if bucket.key.tied:
-                stages = self._tied_stages[bucket.slots[0].spec.name]
-                all_reduce_(bucket.grads, self._mesh.tied_group(stages))
-            for axis in bucket.key.partial_axes:
-                all_reduce_(bucket.grads, self._mesh.group(axis, purpose="gradients"))
-            self._start_reduction(bucket)
         for bucket in self.all:
             bucket.wait()
+            if self._zero_stage:
+                all_reduce_(bucket.grad_shard, bucket.copies_group)
+            for axis in bucket.key.partial_axes:
+                all_reduce_(bucket.grad_shard, self._mesh.group(axis, purpose="gradients"))
+            if bucket.key.tied:
+                all_reduce_(bucket.grad_shard, self._mesh.tied_group(self._tied_stages[bucket.slots[0].spec.name]))
 
     def _start_reduction(self, bucket: Bucket) -> None:
+        assert bucket.grads is not None
         if self._zero_stage:
-            work = start_reduce_scatter(bucket.grads[bucket.shard], bucket.grads, bucket.gradient_group)
+            work = start_reduce_scatter(bucket.grad_shard, bucket.grads, bucket.gradient_group)
         else:
-            work = start_all_reduce(bucket.grads, bucket.gradient_group)
+            work = start_all_reduce(bucket.grads, bucket.copies_group)
         if work is not None:
             bucket.works.append(work)
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared global gradient norm, a float64 number; sum it over the world."""
-        total = torch.zeros((), dtype=torch.float64, device=self.all[0].grads.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.all[0].grad_shard.device)
         for bucket in self.all:
             if bucket.key.counted:
-                total += squared_norm(bucket.grads[bucket.norm_shard])
+                total += squared_norm(bucket.grad_shard[bucket.norm_part])
         return total
 
     def start_gather(self) -> None:
         """Begin to send each replica's updated shard of the weights to the others (ZeRO), first used first.
 
-        A chunk's forward waits for each block's when it comes to it.
+        A chunk's forward waits for each block's when it comes to it; those that are whole only then are gathered then.
         """
-        for bucket in self._by_first_use:
-            if self._zero_stage:
-                work = start_all_gather(bucket.weights, bucket.weights[bucket.shard], bucket.weight_group)
-                bucket.works += [work] if work is not None else []
+        if self._whole_weights:
+            self._whole_weights.forget()
+        for bucket in self._by_first_use if self._zero_stage else ():
+            assert bucket.weights is not None
+            work = start_all_gather(bucket.weights, bucket.weight_shard, bucket.weight_group)
+            bucket.works += [work] if work is not None else []
 
     def wait_gather(self) -> None:
-        """Wait until every weight is whole again; call it before anything but a forward reads them."""
+        """Wait until every weight is whole that stays so; call it before anything but a forward reads them."""
         for bucket in self.all:
             bucket.wait()
+
+    def weights(self) -> Iterator[tuple[ParamSpec, Box, Tensor, bool]]:
+        """All weights that this rank keeps, as (spec, box, view, whether a checkpoint keeps this rank's)."""
+        self.wait_gather()
+        for bucket in self.all:
+            if bucket.weights is None:
+                for spec, box, view in bucket.boxes(bucket.weight_shard, bucket.shard):
+                    yield spec, box, view, bucket.writes
+        slots = [(bucket, slot) for bucket in self.all if bucket.weights is not None for slot in bucket.slots]
+        for index, (bucket, slot) in enumerate(slots):
+            mine = index % bucket.replicas == bucket.replica  # replicas share the writing
+            yield slot.spec, slot.box, slot.weight.data, bucket.key.counted and mine
 
 
 def _take_autograd_grad(weight_grads: WeightGrads) -> Callable[[Tensor], None]:
@@ -311,12 +437,6 @@ def squared_norm(flat: Tensor) -> Tensor:
 def _learning(chunk: Chunk) -> dict[str, nn.Parameter]:
     """The chunk's weights that have a gradient."""
     return {name: weight for name, weight in chunk.weights.items() if weight.requires_grad}
-
-
-def _block(name: str) -> str:
-    """The block a parameter belongs to: ``layers.3``, or its own name outside the layers."""
-    parts = name.split(".")
-    return ".".join(parts[:2]) if parts[0] == "layers" else name
 
 
 def _bytes(weight: Tensor) -> int:

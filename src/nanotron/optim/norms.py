@@ -32,7 +32,7 @@ class StepSquares:
         self._before = [master.clone() for _, master in self._masters]
         for bucket, master in self._masters:
             self._add(WEIGHT, bucket, master)
-            self._add(GRAD, bucket, bucket.grads[bucket.norm_shard])
+            self._add(GRAD, bucket, bucket.grad_shard[bucket.norm_part])
 
     def after_update(self) -> None:
         """Add the update's squares, and forget the copy."""

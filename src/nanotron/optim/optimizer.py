@@ -44,7 +44,7 @@ class Optimizer:
     def __init__(self, buckets: Buckets, *, weight_decay: float) -> None:
         self._buckets, self._weight_decay = buckets, weight_decay
         self._shards = [self._shard(bucket) for bucket in buckets.all]
-        self.updates = torch.zeros((), dtype=torch.float32, device=buckets.all[0].weights.device)
+        self.updates = torch.zeros((), dtype=torch.float32, device=buckets.all[0].weight_shard.device)
         """Updates made, those skipped for a non-finite gradient not counted."""
 
     def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -52,7 +52,7 @@ class Optimizer:
         self.updates += 1
         found_inf = found_inf.float()
         for (decay, lr_scale), shards in self._by_setting().items():
-            grads = [shard.bucket.grads[shard.bucket.shard].to(shard.master.dtype) for shard in shards]
+            grads = [shard.bucket.grad_shard.to(shard.master.dtype) for shard in shards]
             scale: Tensor | None = grad_scale.float()  # all that the fused kernels take
             if grads[0].dtype == torch.float64:  # where it would round every gradient to float32
                 torch._foreach_div_(grads, grad_scale)
@@ -60,38 +60,35 @@ class Optimizer:
             self._update(shards, grads, lr * lr_scale, self._weight_decay if decay else 0.0, scale, found_inf)
         self.updates -= found_inf
         for shard in self._shards:
-            weights = shard.bucket.weights[shard.bucket.shard]
-            if shard.master.dtype != weights.dtype:
-                weights.copy_(shard.master)
+            if shard.master.dtype != shard.bucket.weight_shard.dtype:
+                shard.bucket.weight_shard.copy_(shard.master)
 
     def load_masters_from_weights(self) -> None:
         """Start the master weights from the weights, after initialisation or a weights-only load."""
         for shard in self._shards:
-            if shard.master.dtype != shard.bucket.weights.dtype:
-                shard.master.copy_(shard.bucket.weights[shard.bucket.shard])
+            if shard.master.dtype != shard.bucket.weight_shard.dtype:
+                shard.master.copy_(shard.bucket.weight_shard)
 
     def state(self) -> Iterator[StateEntry]:
         """All optimizer state of this rank, as boxes of global tensors."""
         for shard in self._shards:
             bucket = shard.bucket
             states = dict(shard.moments)
-            if shard.master.dtype != bucket.weights.dtype:
+            if shard.master.dtype != bucket.weight_shard.dtype:
                 states["master"] = shard.master
             for kind, flat in states.items():
-                writes = bucket.key.counted and (bucket.shard == bucket.norm_shard or bucket.replica == 0)
                 for spec, box, view in bucket.boxes(flat, bucket.shard):
-                    yield StateEntry(kind, spec, box, view, writes)
+                    yield StateEntry(kind, spec, box, view, bucket.writes)
 
     def masters(self) -> Iterator[tuple[Bucket, Tensor]]:
         """The weights in update precision that this rank's norms count: each bucket's ``norm_shard``."""
         for shard in self._shards:
             bucket = shard.bucket
             if bucket.key.counted:
-                start = bucket.norm_shard.start - bucket.shard.start
-                yield bucket, shard.master[start : start + len(bucket.weights[bucket.norm_shard])]
+                yield bucket, shard.master[bucket.norm_part]
 
     def _shard(self, bucket: Bucket) -> _Shard:
-        weights = bucket.weights[bucket.shard]
+        weights = bucket.weight_shard
         master = weights.to(torch.promote_types(weights.dtype, torch.float32))  # itself when the dtype is equal
         return _Shard(bucket, master, {name: torch.zeros_like(master) for name in self.moment_names})
 

@@ -38,17 +38,23 @@ updated weights, rows of a stream, the few numbers that steer a step, and transf
 DATA_AXES = ("dp", "cp")
 """Axes whose ranks see different tokens: gradients are summed over them."""
 
+COPIES = "dp_copies"
+"""The part of dp over which hybrid sharding keeps copies of every shard."""
+
 
 def training_axes(
-    *, dp: int, tp: int, pp: int, num_key_value_heads: int, cp: int = 1, ep: int = 1
+    *, dp: int, tp: int, pp: int, num_key_value_heads: int, cp: int = 1, ep: int = 1, dp_shard: int | None = None
 ) -> dict[str, int | dict[str, int]]:
     """The axes of a training run. With more tp ranks than key/value heads, tp_rep ranks share each head.
 
     ep replicas, neighbours along dp, share one set of experts: dp = edp · ep, with edp copies of the set.
+    dp_shard replicas, neighbours too, share the shards of every matrix: dp = dp_copies · dp_shard (hybrid sharding).
     Legal when num_key_value_heads % tp == 0 (tp_rep = 1) or tp % num_key_value_heads == 0 (checked with the config).
     """
-    tp_kv = min(tp, num_key_value_heads)
-    replicas: int | dict[str, int] = {"edp": dp // ep, "ep": ep} if ep > 1 else dp
+    tp_kv, shards = min(tp, num_key_value_heads), dp_shard or dp
+    parts = {"edp": shards // ep, "ep": ep} if ep > 1 else {"dp_shard": shards}
+    copies = {COPIES: dp // shards} if shards < dp else {}
+    replicas: int | dict[str, int] = {**copies, **parts} if ep > 1 or copies else dp
     return {"pp": pp, "dp": replicas, "cp": cp, "tp": {"tp_kv": tp_kv, "tp_rep": tp // tp_kv}}
 
 
@@ -101,7 +107,8 @@ class Mesh:
     def layout(self) -> dict[str, int]:
         """The axes' sizes, as files of a run tell them; with that of ep, a part of dp, where experts are shared."""
         axes = ("pp", "dp", *["ep"] * (self.size("ep") > 1), "cp", "tp")
-        return {axis: self.size(axis) for axis in axes}
+        shards = {"dp_shard": self.size("dp") // self.size(COPIES)} if self.size(COPIES) > 1 else {}
+        return {axis: self.size(axis) for axis in axes} | shards
 
     @property
     def num_replicas(self) -> int:
@@ -118,6 +125,11 @@ class Mesh:
         """The parts of the data axes that have more than one rank: ("dp",), ("edp", "ep", "cp"), …"""
         parts = [part for axis in DATA_AXES for part in self.parts(axis)]
         return tuple(part for part in parts if self.size(part) > 1)
+
+    @staticmethod
+    def shards_and_copies(axes: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of the parts that a gradient is summed over, those that matrices are sharded over, and the one of copies."""
+        return tuple(part for part in axes if part != COPIES), tuple(part for part in axes if part == COPIES)
 
     def rank_at(self, **coords: int) -> int:
         """The rank at this rank's coordinates with those along some axes replaced: ``mesh.rank_at(pp=0)``."""
@@ -163,11 +175,12 @@ class Mesh:
         Call it once, after ``init_process_group``. Groups of one rank are never created; the whole world's control
         group is the default one.
         """
-        sums = sorted({self.data_parts, *map(tuple, reductions)})
+        wholes = {self.data_parts, *map(tuple, reductions)}
+        sums = sorted({part for axes in wholes for part in (axes, *self.shards_and_copies(axes))} - {()})
         wanted: list[tuple[Purpose, Sequence[str]]] = [("compute", (axis,)) for axis in ("tp", "cp", "ep")]
         wanted += [("control", self.data_parts)]
         wanted += [("gradients", axes) for axes in (*sums, ("tp",), ("tp_rep",))]
-        wanted += [("weights", axes) for axes in sums]
+        wanted += [("weights", axes) for axes in sums if axes in wholes or axes != (COPIES,)]
         wanted += [("rows", ("pp", "cp", "tp"))] if rows else []
         wanted += [("forward", ("pp",)), ("backward", ("pp",))]
         for purpose, axes in wanted:

@@ -39,11 +39,14 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device | str,
         sequence_parallel: bool = False,
+        fills_waits: bool = True,
     ) -> None:
+        """``fills_waits``: compute weight gradients while waiting, not only when the program says so."""
         assert (schedule.ranks, schedule.num_chunks) == (mesh.size("pp"), len(chunks))
         self.chunks, self.schedule, self.mesh = chunks, schedule, mesh
         self.rank = mesh.coord("pp")
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, torch.device(device)
+        self.fills_waits = fills_waits
         self.token_shards = mesh.size("tp") if sequence_parallel else 1
         self.current_action = "idle"
         """What this rank is doing, for whoever reports a failure."""
@@ -192,7 +195,7 @@ class _Run:
         waiting = f"waiting for {message} before {self._describe(action)}"
         self.pipeline.current_action = waiting
         parcel = self.transport.receive(message)
-        while self.pending and self.transport.can_ask and not parcel.is_done():
+        while self.pending and self.pipeline.fills_waits and self.transport.can_ask and not parcel.is_done():
             self._next_job()
             self.pipeline.current_action = waiting
         return parcel.take()

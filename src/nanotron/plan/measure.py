@@ -24,7 +24,7 @@ from nanotron.models.families import layer_kinds
 from nanotron.models.specs import StageModules, loss_names
 from nanotron.ops.fused import eager
 from nanotron.ops.kernels import Kernels
-from nanotron.optim.buckets import Buckets
+from nanotron.optim.buckets import Bucket, Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting, Work
@@ -300,8 +300,7 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
         chunks = build_chunks(config, mesh, held, chunk_options(config, "cpu"))
         buckets = build_buckets(config, mesh, chunks)
         optimizer, balance = build_optimizer(config, buckets), ExpertBalance(config, mesh, chunks)
-        parameters = sum(_nbytes(bucket.weights) for bucket in buckets.all)
-        gradients = sum(_nbytes(bucket.grads) for bucket in buckets.all)
+        parameters, gradients = (sum(map(_nbytes, kept)) for kept in zip(*map(_kept, buckets.all), strict=True))
         state = Counter[str]()
         for entry in optimizer.state():
             state[entry.kind] += _nbytes(entry.tensor)
@@ -333,9 +332,9 @@ def _update(
     num_targets = begin_to_count_targets([_batch(config)], mesh)()
     buckets.start(1, length)
     for chunk in reversed(chunks):
-        for name, weight in reversed(chunk.weights.items()):
-            for _ in range(chunk.uses(name, length) if weight.requires_grad else 0):
-                chunk.hooks.weight_grads.add_now(weight, lambda buffer: None)
+        for use in reversed(chunk.uses(length)):
+            for name in use.names * use.contributions:
+                chunk.hooks.weight_grads.add_now(chunk.weights[name], lambda buffer: None)
     buckets.finish()
     names, vectors = loss_names(config.model.model_config), balance.vectors({})
     word = ControlWord(buckets.squared_norm(), {}, names, vectors, save=False, stop=False)
@@ -344,6 +343,12 @@ def _update(
     balance.move_biases(word)
     buckets.start_gather()
     buckets.wait_gather()
+
+
+def _kept(bucket: Bucket) -> tuple[Tensor, Tensor]:
+    """The weights and gradients that a bucket keeps: all, or its shard."""
+    weights = bucket.weight_shard if bucket.weights is None else bucket.weights
+    return weights, bucket.grad_shard if bucket.grads is None else bucket.grads
 
 
 def _nbytes(tensor: Tensor) -> int:

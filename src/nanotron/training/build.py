@@ -35,6 +35,7 @@ def chunk_options(config: Config, device: torch.device | str) -> ChunkOptions:
         loss_chunk=config.model.loss_chunk,
         context_mode=layout.cp_mode,
         fuse=fused if config.model.compile else eager,
+        without_storage=config.optimizer.zero_stage == 3,
     )
 
 

@@ -22,12 +22,13 @@ from nanotron.ops.kernels import Kernels
 from nanotron.optim.lr import learning_rate
 from nanotron.parallel.comm import AsyncHandle, begin_all_reduce_
 from nanotron.parallel.mesh import Mesh
+from nanotron.parallel.params import draw
 from nanotron.pipeline.engine import Pipeline
 from nanotron.training.balance import ExpertBalance
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
 from nanotron.training.diagnostics import diagnostics_of
-from nanotron.training.topology import modules_of_stages, pipeline_schedule
+from nanotron.training.topology import modules_of_stages, parameter_specs, pipeline_schedule
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -55,12 +56,14 @@ class Training:
             dtype=getattr(torch, config.model.dtype),
             device=torch.device(device),
             sequence_parallel=config.parallelism.sequence_parallel,
+            fills_waits=config.optimizer.zero_stage < 2,
         )
 
     def initialize(self) -> None:
         """Draw the initial weights, the same on every layout."""
-        for chunk in self.chunks:
-            chunk.initialize(self._config.general.seed)
+        specs = parameter_specs(self._config)
+        for shard in self._weights():
+            shard.tensor.copy_(torch.from_numpy(draw(specs[shard.name], shard.box, self._config.general.seed)))
         self.optimizer.load_masters_from_weights()
 
     def step(
@@ -93,15 +96,14 @@ class Training:
 
     def state_shards(self) -> Iterator[StateShard]:
         """The sharded state dict: all that outlives a step, as boxes of global tensors; weights and optimizer state."""
-        self.buckets.wait_gather()
-        slots = [(bucket, slot) for bucket in self.buckets.all for slot in bucket.slots]
-        for index, (bucket, slot) in enumerate(slots):
-            mine = index % bucket.replicas == bucket.replica  # replicas share the writing
-            writes = bucket.key.counted and mine
-            yield StateShard("weight", slot.spec.name, slot.spec.shape, slot.box, slot.weight.data, writes)
-        yield from self.balance.state()
+        yield from self._weights()
         for kind, spec, box, tensor, writes in self.optimizer.state():
             yield StateShard(kind, spec.name, spec.shape, box, tensor, writes)
+
+    def _weights(self) -> Iterator[StateShard]:
+        for spec, box, tensor, writes in self.buckets.weights():
+            yield StateShard("weight", spec.name, spec.shape, box, tensor, writes)
+        yield from self.balance.state()
 
     def _counted(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         """The losses, on one rank of those that hold copies of them: routers may see their own rank's tokens only."""

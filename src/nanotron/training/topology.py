@@ -28,7 +28,8 @@ def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
     layout = config.parallelism
     kv_heads = config.model.model_config.num_key_value_heads
     sizes = {"dp": layout.dp, "cp": layout.context_parallel_size, "tp": layout.tp, "pp": layout.pp}
-    return training_axes(**sizes, ep=layout.expert_parallel_size, num_key_value_heads=kv_heads)
+    ep, dp_shard = layout.expert_parallel_size, layout.dp_shard
+    return training_axes(**sizes, ep=ep, dp_shard=dp_shard, num_key_value_heads=kv_heads)
 
 
 def pipeline_schedule(config: Config) -> Schedule:

@@ -1,0 +1,195 @@
+"""ZeRO stages 2 and 3: gradients, and at stage 3 weights, that are whole only while a block needs them.
+
+A block's matrices, of which each rank keeps its shards, are whole in one of two buffers, as long as the largest block:
+
+    weights    gather 0 │ compute 0, gather 1 │ compute 1, gather 2 │ …   the next block's arrive meanwhile; in backward
+                                                                          those of the block before
+    gradients  … │ backward 2 │ backward 1, send 2 │ backward 0, send 1   a block's leave after each microbatch, and are
+                                                                          added to the shards when a buffer is wanted
+
+What a buffer holds when it is wanted for another block is gone; until then it need not be gathered again. All ranks
+gather and send in one order: that of the pipeline's program, and within it that of the blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+
+from nanotron.ops.chunk import Chunk
+from nanotron.parallel.comm import start_all_gather, start_reduce_scatter
+
+if TYPE_CHECKING:
+    from nanotron.optim.buckets import Bucket
+
+BUFFERS = 2
+
+
+@dataclass(eq=False)
+class Block:
+    """The sharded buckets of one block, which lie one after the other in a buffer."""
+
+    buckets: list[Bucket] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return sum(bucket.numel for bucket in self.buckets)
+
+    def parts(self, buffer: Tensor) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket with its part of a buffer that holds the block."""
+        return zip(
+            self.buckets, torch.split(buffer[: self.numel], [bucket.numel for bucket in self.buckets]), strict=True
+        )
+
+
+class WholeWeights:
+    """The weights of the blocks that compute now and next (stage 3)."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._buffers = _buffers(blocks, blocks[0].buckets[0].weight_shard)
+        self._held: list[Block | None] = [None] * BUFFERS
+        self._arriving: list[list[Work]] = [[] for _ in range(BUFFERS)]
+        self._current = 0  # which buffer's block computes
+        self._absent = self._buffers[0].new_full((), torch.nan)  # whoever reads what is not there shall see it
+        for block in blocks:
+            self._leave(block)
+
+    def use(self, block: Block, following: Block | None) -> None:
+        """Have a block's weights whole, and begin to gather those of the block that comes next."""
+        self._current = self._gather(block)
+        _wait(self._arriving[self._current])
+        if following is not None:
+            self._gather(following)
+
+    def forget(self) -> None:
+        """The shards have changed: what was gathered is not the weights any more."""
+        for index in range(BUFFERS):
+            self._empty(index)
+
+    def _gather(self, block: Block) -> int:
+        """Begin to gather a block, unless a buffer holds it; which one does."""
+        if block in self._held:
+            return self._held.index(block)
+        index = 1 - self._current
+        self._empty(index)
+        self._held[index] = block
+        for bucket, flat in block.parts(self._buffers[index]):
+            work = start_all_gather(flat, bucket.weight_shard, bucket.weight_group)
+            self._arriving[index] += [work] if work is not None else []
+            for slot in bucket.slots:
+                slot.weight.data = slot.of(flat)
+        return index
+
+    def _empty(self, index: int) -> None:
+        _wait(self._arriving[index])
+        block, self._held[index] = self._held[index], None
+        if block is not None:
+            self._leave(block)
+
+    def _leave(self, block: Block) -> None:
+        for bucket in block.buckets:
+            for slot in bucket.slots:
+                slot.weight.data = self._absent.expand(slot.box.shape)
+
+
+class WholeGrads:
+    """The gradients that blocks add up now, and those on their way to the shards (stages 2 and 3)."""
+
+    def __init__(self, blocks: Sequence[Block], lines: Sequence[Line]) -> None:
+        """``lines``: of each chunk."""
+        self._lines = lines
+        self._idle = _buffers(blocks, blocks[0].buckets[0].grad_shard)
+        self._adding: dict[Block, Tensor] = {}
+        self._leaving = deque[tuple[Block, Tensor, list[Work]]]()  # oldest first
+
+    def start(self, microbatches: int, sequence_length: int) -> None:
+        """Begin a step of this many microbatches."""
+        for line in self._lines:
+            line.start(microbatches, sequence_length)
+
+    def of(self, block: Block) -> Tensor:
+        """The buffer that a block's gradients are added to: zeros, if these are the first."""
+        if block not in self._adding:
+            while not self._idle and self._leaving:
+                self._arrive()
+            largest = next(iter(self._adding.values()), None)  # gradients of more blocks came than buffers are there
+            buffer = self._idle.pop() if largest is None or self._idle else torch.empty_like(largest)
+            buffer[: block.numel].zero_()
+            self._adding[block] = buffer
+        return self._adding[block]
+
+    def contributed(self, chunk: int, block: Block) -> None:
+        """Count a contribution, and send the gradients that are complete and next in the chunk's line."""
+        for complete in self._lines[chunk].passed(block):
+            buffer, works = self.of(complete), list[Work]()
+            for bucket, flat in complete.parts(buffer):
+                work = start_reduce_scatter(flat[bucket.shard], flat, bucket.gradient_group)
+                works += [work] if work is not None else []
+            del self._adding[complete]
+            self._leaving.append((complete, buffer, works))
+
+    def finish(self) -> None:
+        """Have all gradients in the shards."""
+        for line in self._lines:
+            line.finish()
+        while self._leaving:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        """Add what left first to its shards."""
+        block, buffer, works = self._leaving.popleft()
+        _wait(works)
+        for bucket, flat in block.parts(buffer):
+            bucket.grad_shard += flat[bucket.shard]
+        self._idle.append(buffer)
+
+
+class Line:
+    """In which order a chunk's blocks send their gradients, whatever the order in which these come."""
+
+    def __init__(self, chunk: Chunk, blocks: Mapping[str, Block]) -> None:
+        """``blocks``: of the weights' names."""
+        self._chunk, self._blocks = chunk, blocks
+
+    def start(self, microbatches: int, sequence_length: int) -> None:
+        """Begin a step."""
+        self._needed: list[tuple[Block, int]] = []  # in the order of backward: contributions of a microbatch
+        for use in reversed(self._chunk.uses(sequence_length)):
+            for block, weights in Counter(self._blocks[name] for name in use.names if name in self._blocks).items():
+                self._needed.append((block, weights * use.contributions))
+        self._arrived = Counter[Block]()
+        self._passed, self._all = 0, microbatches * len(self._needed)
+
+    def passed(self, block: Block) -> Iterator[Block]:
+        """Count a contribution to a block; the blocks whose turn has come."""
+        self._arrived[block] += 1
+        while self._passed < self._all:
+            block, needed = self._needed[self._passed % len(self._needed)]
+            if self._arrived[block] < needed:
+                return
+            self._arrived[block] -= needed
+            self._passed += 1
+            yield block
+
+    def finish(self) -> None:
+        """Complain if a gradient is missing."""
+        if self._passed < self._all:
+            block, _ = self._needed[self._passed % len(self._needed)]
+            raise AssertionError(f"{block.buckets[0].slots[0].spec.name}…: gradients never came")
+
+
+def _buffers(blocks: Sequence[Block], like: Tensor) -> list[Tensor]:
+    """As long as the largest block, each."""
+    return [like.new_empty(max(block.numel for block in blocks)) for _ in range(BUFFERS)]
+
+
+def _wait(works: list[Work]) -> None:
+    for work in works:
+        work.wait()
+    works.clear()
