@@ -194,7 +194,9 @@ def children(process: int) -> list[int]:
 
 
 def start_long_run(folder: Path) -> Command:
-    process = Command(folder, "train", "tiny.yaml", "--override=tokens.train_steps=1000000")
+    """A run that goes on until something happens to it, and not because a rank of a busy machine is slow."""
+    patient = f"--override=general.timeout_s={LONGEST_S}"
+    process = Command(folder, "train", "tiny.yaml", "--override=tokens.train_steps=1000000", patient)
     wait_for_steps(folder, process)
     return process
 

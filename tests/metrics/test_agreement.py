@@ -90,9 +90,8 @@ def drawn_by_tensorboard(folder: Path) -> dict[str, list[float]]:
 
 
 def test_weights_and_biases_is_the_consoles_row_when_offline(
-    tmp_path: Path, console_rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, console_rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, wandb: None
 ) -> None:
-    pytest.importorskip("wandb", reason="the package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     train(tmp_path, wandb=True)

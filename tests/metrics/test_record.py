@@ -240,10 +240,8 @@ def test_weights_and_biases_gets_the_same_numbers_under_an_id_that_a_resumed_run
 
 
 def test_who_is_not_logged_in_is_told_at_the_start_and_a_resumed_run_goes_on_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wandb: None
 ) -> None:
-    wandb = pytest.importorskip("wandb", reason="the package wandb is not installed")
-    wandb.teardown()  # it would keep the settings of an earlier test
     monkeypatch.setenv("HOME", str(tmp_path))  # where keys lie
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_SILENT", "true")
