@@ -209,16 +209,32 @@ def _schedule_can_run(config: Config) -> Findings:
         yield _blame(line, "parallelism.pp_engine")
 
 
-@_probe("optimizer.weight_decay_exclude_named_params", "model.model_config")
+@_probe("optimizer.weight_decay_exclude_named_params", "optimizer.groups", "model.model_config")
 def _patterns_match_parameters(config: Config) -> Findings:
-    names = list(family_of(config.model.model_config).specs(config.model.model_config))
-    for index, pattern in enumerate(config.optimizer.weight_decay_exclude_named_params):
-        key = f"optimizer.weight_decay_exclude_named_params[{index}]"
+    specs = family_of(config.model.model_config).specs(config.model.model_config)
+    names, optimizer = list(specs), config.optimizer
+    lists = {"optimizer.weight_decay_exclude_named_params": optimizer.weight_decay_exclude_named_params}
+    lists |= {f"optimizer.groups[{index}].params": group.params for index, group in enumerate(optimizer.groups)}
+    for key, patterns in lists.items():
+        for index, pattern in enumerate(patterns):
+            try:
+                if not matching(names, [pattern]):
+                    yield f"{key}[{index}]", f"{pattern} matches no parameter; names are like {names[0]} and {names[2]}"
+            except re.error as error:
+                yield f"{key}[{index}]", f"{pattern} is not a regular expression: {error}"
+
+
+@_probe("optimizer.groups", "model.model_config")
+def _groups_decay_what_can(config: Config) -> Findings:
+    specs = family_of(config.model.model_config).specs(config.model.model_config)
+    for index, group in enumerate(config.optimizer.groups):
         try:
-            if not matching(names, [pattern]):
-                yield key, f"{pattern} matches no parameter; names are like {names[0]} and {names[2]}"
-        except re.error as error:
-            yield key, f"{pattern} is not a regular expression: {error}"
+            found = matching(specs, group.params)
+        except re.error:
+            continue
+        if found and group.weight_decay and not any(specs[name].decay for name in found):
+            text = f"{group.weight_decay} on norms and biases only, which never decay; leave it out"
+            yield f"optimizer.groups[{index}].weight_decay", text
 
 
 def _data_can_be_read(config: Config) -> list[Rule]:

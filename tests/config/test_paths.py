@@ -20,7 +20,7 @@ from tests.config.test_mistakes import RIGHT, problems
 
 TEXTS_THAT_ARE_NO_PATHS = {
     "GeneralArgs.project", "GeneralArgs.run", "DatasetStageArgs.name",
-    "OptimizerArgs.weight_decay_exclude_named_params",
+    "OptimizerArgs.weight_decay_exclude_named_params", "ParameterGroupArgs.params",
     "PretrainDatasetsArgs.hf_dataset_splits", "PretrainDatasetsArgs.hf_dataset_config_name",
     "PretrainDatasetsArgs.text_column_name", "SFTDatasetsArgs.hf_dataset_splits",
     "SFTDatasetsArgs.hf_dataset_config_name", "CustomDatasetArgs.arguments",

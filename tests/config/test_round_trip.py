@@ -81,6 +81,13 @@ CONFIGS = st.fixed_dictionaries(
                 "clip_grad": st.none() | RATE,
                 "optimizer_factory": st.sampled_from([{"name": "sgd"}, {"adam_beta1": 0.8}, {"adam_eps": 1e-5}]),
                 "weight_decay_exclude_named_params": st.lists(TEXT, max_size=2),
+                "groups": st.lists(
+                    st.fixed_dictionaries(
+                        {"params": st.lists(TEXT, min_size=1, max_size=2)},
+                        optional={"learning_rate": RATE, "optimizer": st.sampled_from(["sgd", "ADAMW"])},
+                    ),
+                    max_size=2,
+                ),
             },
         ),
     },

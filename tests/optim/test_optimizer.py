@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanotron.optim.optimizer import SGD, AdamW
+from nanotron.optim.optimizer import SGD, AdamW, Optimizer
 from nanotron.parallel.mesh import Mesh
 from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
 
@@ -14,10 +14,11 @@ SPECS = [matrix("layers.0.mlp.down.weight", 7, 5), norm("norm.weight", 7), matri
 ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
-def build(optimizer_class, dtype=torch.float32, specs=SPECS, **options):
+def build(rule, dtype=torch.float32, specs=SPECS):
+    """Everything updated by one rule but what names another, ``"sgd"``."""
     chunk = ToyChunk(specs, Mesh(), dtype)
     buckets = make_buckets(chunk, Mesh())
-    return chunk, buckets, optimizer_class(buckets, weight_decay=0.1, **options)
+    return chunk, buckets, Optimizer(buckets, {"adamW": rule, "sgd": SGD()})
 
 
 def give(chunk, buckets, step: int) -> None:
@@ -41,7 +42,7 @@ def groups(params, chunk):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_updates_equal_torchs_optimizer(kind, dtype):
-    chunk, buckets, optimizer = build(AdamW, dtype, **ADAM) if kind == "adamw" else build(SGD, dtype)
+    chunk, buckets, optimizer = build(AdamW(**ADAM) if kind == "adamw" else SGD(), dtype)
     params = references(chunk)
     if kind == "adamw":
         reference = torch.optim.AdamW(groups(params, chunk), lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
@@ -57,8 +58,39 @@ def test_updates_equal_torchs_optimizer(kind, dtype):
         torch.testing.assert_close(weight.data, param.data, rtol=1e-6, atol=1e-7)
 
 
+def test_each_parameter_has_its_groups_learning_rate_weight_decay_and_rule():
+    """Against a torch optimizer for each."""
+    settings = {"a": (1.0, 0.1, "adamW"), "b": (0.5, 0.3, "adamW"), "c": (0.5, 0.3, "sgd"), "d": (0.0, 0.1, "sgd")}
+    specs = [
+        matrix(f"layers.0.{name}.weight", 7, 5, lr_scale=scale, weight_decay=decay, optimizer=rule)
+        for name, (scale, decay, rule) in settings.items()
+    ]
+    chunk, buckets, optimizer = build(AdamW(**ADAM), specs=specs)
+    before = [weight.data.clone() for weight in chunk.weights.values()]
+    params = references(chunk)
+    others = [
+        torch.optim.AdamW([param], lr=1e-2 * scale, betas=(0.9, 0.95), weight_decay=decay)
+        if rule == "adamW"
+        else torch.optim.SGD([param], lr=1e-2 * scale, weight_decay=decay)
+        for param, (scale, decay, rule) in zip(params, settings.values(), strict=True)
+    ]
+    for step in range(1, 4):
+        give(chunk, buckets, step)
+        optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+        for param, spec, other in zip(params, specs, others, strict=True):
+            param.grad = whole(spec, seed=10 * step)
+            other.step()
+    for weight, param in zip(chunk.weights.values(), params, strict=True):
+        torch.testing.assert_close(weight.data, param.data, rtol=1e-6, atol=1e-7)
+    assert torch.equal(chunk.weights["layers.0.d.weight"].data, before[-1])
+    assert {entry.spec.name for entry in optimizer.state()} == {
+        "layers.0.a.weight",
+        "layers.0.b.weight",
+    }  # SGD keeps nothing
+
+
 def test_an_update_with_found_inf_changes_nothing():
-    chunk, buckets, optimizer = build(AdamW, torch.bfloat16, **ADAM)
+    chunk, buckets, optimizer = build(AdamW(**ADAM), torch.bfloat16)
     give(chunk, buckets, step=1)
     optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
     before = [entry.tensor.clone() for entry in optimizer.state()] + [w.data.clone() for w in chunk.weights.values()]
@@ -71,7 +103,7 @@ def test_an_update_with_found_inf_changes_nothing():
 
 
 def test_half_precision_keeps_a_master_copy_that_small_updates_do_not_vanish_from():
-    chunk, buckets, optimizer = build(SGD, torch.bfloat16, specs=[norm("norm.weight", 4)])
+    chunk, buckets, optimizer = build(SGD(), torch.bfloat16, specs=[norm("norm.weight", 4)])
     start = chunk.weights["norm.weight"].detach().float()
     for _ in range(100):
         buckets.start(microbatches=1, sequence_length=8)
@@ -95,7 +127,7 @@ class Kernels(TorchDispatchMode):
 
 def kernels_of_one_step(num_layers: int) -> int:
     specs = [matrix(f"layers.{i}.mlp.down.weight", 3, 5) for i in range(num_layers)]
-    chunk, buckets, optimizer = build(AdamW, specs=specs, **ADAM)
+    chunk, buckets, optimizer = build(AdamW(**ADAM), specs=specs)
     assert len(buckets.all) == 1
     give(chunk, buckets, step=1)
     with Kernels() as kernels:

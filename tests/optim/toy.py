@@ -39,11 +39,11 @@ def whole(spec: ParamSpec, seed: int) -> torch.Tensor:
 
 
 def matrix(name: str, *shape: int, **facts) -> ParamSpec:
-    return ParamSpec(name, shape, Init("normal", 1.0), **{"decay": True, **facts})
+    return ParamSpec(name, shape, Init("normal", 1.0), **{"decay": True, "weight_decay": 0.1, **facts})
 
 
 def norm(name: str, size: int, **facts) -> ParamSpec:
-    return ParamSpec(name, (size,), Init("ones"), decay=False, **facts)
+    return ParamSpec(name, (size,), Init("ones"), decay=False, weight_decay=0.1, **facts)
 
 
 def make_buckets(chunk: ToyChunk, mesh: Mesh, **options) -> Buckets:

@@ -43,6 +43,7 @@ from nanotron.config.training import (
     AdamWOptimizerArgs,
     LRSchedulerArgs,
     OptimizerArgs,
+    ParameterGroupArgs,
     SGDOptimizerArgs,
     TokensArgs,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "OlmoeConfig",
     "OptimizerArgs",
     "ParallelismArgs",
+    "ParameterGroupArgs",
     "PretrainDatasetsArgs",
     "ProfilerArgs",
     "Qwen2Config",

@@ -325,6 +325,21 @@ def _lowest_lr_is_lower(config: Config) -> Findings:
         )
 
 
+@rule("optimizer.groups", "optimizer.optimizer_factory")
+def _groups_say_something(config: Config) -> Findings:
+    factory = config.optimizer.optimizer_factory.name
+    for index, group in enumerate(config.optimizer.groups):
+        key = f"optimizer.groups[{index}]"
+        if group.learning_rate is None and group.weight_decay is None and group.optimizer is None:
+            yield key, "says nothing of its parameters; give learning_rate, weight_decay or optimizer, or leave it out"
+        if factory == "sgd" and group.optimizer not in (None, "sgd"):
+            yield (
+                f"{key}.optimizer",
+                f"{group.optimizer} takes its keys from optimizer.optimizer_factory, which is sgd; name"
+                f" {group.optimizer} there, and sgd in a group of all others",
+            )
+
+
 @rule("profiler", TRAIN_STEPS)
 def _traced_steps_are_made(config: Config) -> Findings:
     trace = config.profiler.pipeline_trace if config.profiler else None

@@ -54,13 +54,27 @@ class TokensArgs:
         return min(self.train_steps, self.stop_after or self.train_steps)
 
 
+OPTIMIZERS = ("adamW", "sgd")
+
+
+def _in_any_case(value: Any) -> Any:
+    """Accept an optimizer's name in any case."""
+    if isinstance(value, str):
+        return next((name for name in OPTIMIZERS if name.lower() == value.lower()), value)
+    return value
+
+
 def _optimizer_name(canonical: str) -> Reads:
     def accept_any_case(value: Any) -> Any:
-        if isinstance(value, str) and value.lower() == canonical.lower():
+        if _in_any_case(value) == canonical:
             return canonical
-        raise PydanticKnownError("literal_error", {"expected": "'adamW' or 'sgd'"})
+        *others, last = (repr(name) for name in OPTIMIZERS)
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
 
     return Reads(accept_any_case, choices_in_any_case)
+
+
+OptimizerName = Annotated[Literal["adamW", "sgd"], Reads(_in_any_case, choices_in_any_case)]
 
 
 @section
@@ -91,6 +105,24 @@ AnyOptimizer = Annotated[
     Annotated[AdamWOptimizerArgs, Tag("AdamWOptimizerArgs")] | Annotated[SGDOptimizerArgs, Tag("SGDOptimizerArgs")],
     Discriminator(_optimizer_kind),
 ]
+
+
+@section
+class ParameterGroupArgs:
+    """How some parameters are updated otherwise than the rest; what is left out is as for these."""
+
+    params: list[str] = required(
+        "Regular expressions of names of parameters, each from its start.", example=["layers.0."], min_length=1
+    )
+    learning_rate: Float | None = key(
+        None, "Their learning rate at its highest; it rises and falls as that of all others. 0 leaves them alone.", ge=0
+    )
+    weight_decay: Float | None = key(
+        None, "Their weight decay, per unit of learning rate; never on norms and biases.", ge=0
+    )
+    optimizer: OptimizerName | None = key(
+        None, "What updates them; AdamW takes its keys from optimizer_factory, which then is no sgd."
+    )
 
 
 @section
@@ -151,6 +183,15 @@ class OptimizerArgs:
     weight_decay_exclude_named_params: list[str] = key(
         None, "Regular expressions of names of parameters that have no weight decay.", factory=list
     )
+    groups: list[ParameterGroupArgs] = key(
+        None, "Parameters with settings of their own; of several groups that match one, the last counts.", factory=list
+    )
     on_nan: Lower[Literal["stop", "skip"]] = key(
         "stop", "What to do with a step whose gradient is not finite: stop the run, or leave that update out."
     )
+
+    @property
+    def all_groups(self) -> list[ParameterGroupArgs]:
+        """The groups, the first of them the parameters that ``weight_decay_exclude_named_params`` names."""
+        excluded = self.weight_decay_exclude_named_params
+        return [*([ParameterGroupArgs(params=excluded, weight_decay=0.0)] if excluded else []), *self.groups]

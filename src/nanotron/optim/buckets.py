@@ -46,7 +46,8 @@ class GroupKey(NamedTuple):
     """Ranks that hold copies must group them alike: sums of other replicas' gradients then have equal bits."""
     counted: bool
     """This rank's copy is the one that norms count and checkpoints keep."""
-    decay: bool
+    optimizer: str
+    weight_decay: float
     lr_scale: float
     tied: bool
     block: str = ""
@@ -195,7 +196,8 @@ class Buckets:
             partial_axes=spec.partial_axes(self._mesh),
             copy_axes=spec.copy_axes(self._mesh),
             counted=spec.is_owner(self._mesh) and first_holder,
-            decay=spec.decay,
+            optimizer=spec.optimizer,
+            weight_decay=spec.weight_decay if spec.decay else 0.0,
             lr_scale=spec.lr_scale,
             tied=bool(stages),
             block=block if sharded else "",

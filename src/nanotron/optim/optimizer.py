@@ -1,8 +1,8 @@
-"""AdamW and SGD on flat shards: a constant number of kernels per bucket, whatever the number of parameters."""
+"""Updates of flat shards: a constant number of kernels per bucket, whatever the number of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from nanotron.parallel.params import Box, ParamSpec
 
 
 class StateEntry(NamedTuple):
-    """One box of optimizer state; ``kind`` is "master", "exp_avg" or "exp_avg_sq", ``tensor`` a view of the state."""
+    """One box of optimizer state; ``kind`` is "master" or the name of a moment, ``tensor`` a view of the state."""
 
     kind: str
     spec: ParamSpec
@@ -23,7 +23,7 @@ class StateEntry(NamedTuple):
     """This rank's copy is the one a checkpoint keeps."""
 
 
-class _Shard(NamedTuple):
+class Shard(NamedTuple):
     """The part of one bucket that this replica updates."""
 
     bucket: Bucket
@@ -31,33 +31,57 @@ class _Shard(NamedTuple):
     """Weights in update precision: a view of the bucket's own for float32 and float64, a copy for half precision."""
     moments: dict[str, Tensor]
 
+    @property
+    def grad(self) -> Tensor:
+        """Its gradient in update precision: a copy only where that is another one, so it may be overwritten."""
+        return self.bucket.grad_shard.to(self.master.dtype)
 
-class Optimizer:
-    """What AdamW and SGD share: shards with master weights, the update count, state entries for checkpoints.
 
-    ``grad_scale`` divides the gradients inside the fused kernels (so clipping costs no pass of its own), and a nonzero
-    ``found_inf`` turns the update into nothing. Both are 0-dim tensors, never read by the host.
-    """
+class Step(NamedTuple):
+    """What one update is made with. The tensors are 0-dim and never read by the host."""
+
+    lr: float
+    grad_scale: Tensor
+    """What gradients are to be divided by, so that clipping costs no pass of its own."""
+    found_inf: Tensor
+    """Nonzero turns the update into nothing."""
+    updates: Tensor
+    """Updates made, with this one."""
+
+
+class Rule:
+    """How an optimizer moves weights; each bucket names its own (``GroupKey.optimizer``)."""
 
     moment_names: tuple[str, ...] = ()
 
-    def __init__(self, buckets: Buckets, *, weight_decay: float) -> None:
-        self._buckets, self._weight_decay = buckets, weight_decay
+    def update(self, shards: Sequence[Shard], step: Step) -> None:
+        """Move the shards' master weights and moments."""
+        raise AssertionError("each rule has its own update")
+
+
+class Optimizer:
+    """Shards with master weights and moments, the update count, state entries for checkpoints.
+
+    ``rules``: by the name that parameters have for the one that updates them.
+    """
+
+    def __init__(self, buckets: Buckets, rules: Mapping[str, Rule]) -> None:
+        self._rules = rules
         self._shards = [self._shard(bucket) for bucket in buckets.all]
         self.updates = torch.zeros((), dtype=torch.float32, device=buckets.all[0].weight_shard.device)
         """Updates made, those skipped for a non-finite gradient not counted."""
 
     def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """Update every shard's weights, and leave them in the buckets for the gather."""
+        """Update every shard's weights, and leave them in the buckets for the gather.
+
+        ``grad_scale`` divides the gradients, a nonzero ``found_inf`` leaves the update out; 0-dim tensors both.
+        """
         self.updates += 1
         found_inf = found_inf.float()
-        for (decay, lr_scale), shards in self._by_setting().items():
-            grads = [shard.bucket.grad_shard.to(shard.master.dtype) for shard in shards]
-            scale: Tensor | None = grad_scale.float()  # all that the fused kernels take
-            if grads[0].dtype == torch.float64:  # where it would round every gradient to float32
-                torch._foreach_div_(grads, grad_scale)
-                scale = None
-            self._update(shards, grads, lr * lr_scale, self._weight_decay if decay else 0.0, scale, found_inf)
+        for name, rule in self._rules.items():
+            shards = [shard for shard in self._shards if shard.bucket.key.optimizer == name]
+            if shards:
+                rule.update(shards, Step(lr, grad_scale, found_inf, self.updates))
         self.updates -= found_inf
         for shard in self._shards:
             if shard.master.dtype != shard.bucket.weight_shard.dtype:
@@ -87,89 +111,76 @@ class Optimizer:
             if bucket.key.counted:
                 yield bucket, shard.master[bucket.norm_part]
 
-    def _shard(self, bucket: Bucket) -> _Shard:
+    def _shard(self, bucket: Bucket) -> Shard:
         weights = bucket.weight_shard
         master = weights.to(torch.promote_types(weights.dtype, torch.float32))  # itself when the dtype is equal
-        return _Shard(bucket, master, {name: torch.zeros_like(master) for name in self.moment_names})
-
-    def _by_setting(self) -> dict[tuple[bool, float], list[_Shard]]:
-        settings: dict[tuple[bool, float], list[_Shard]] = {}
-        for shard in self._shards:
-            setting = (shard.bucket.key.decay, shard.bucket.key.lr_scale)
-            settings.setdefault(setting, []).append(shard)
-        return settings
-
-    def _update(
-        self,
-        shards: Sequence[_Shard],
-        grads: list[Tensor],
-        lr: float,
-        weight_decay: float,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
-        raise AssertionError("each optimizer has its own update")
+        moments = {name: torch.zeros_like(master) for name in self._rules[bucket.key.optimizer].moment_names}
+        return Shard(bucket, master, moments)
 
 
-class AdamW(Optimizer):
+class AdamW(Rule):
     """Adam with decoupled weight decay (arXiv 1711.05101), bias-corrected."""
 
     moment_names = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, buckets: Buckets, *, weight_decay: float, beta1: float, beta2: float, eps: float) -> None:
-        super().__init__(buckets, weight_decay=weight_decay)
+    def __init__(self, *, beta1: float, beta2: float, eps: float) -> None:
         self._settings: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "eps": eps}
 
-    def _update(
-        self,
-        shards: Sequence[_Shard],
-        grads: list[Tensor],
-        lr: float,
-        weight_decay: float,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
-        # The operator behind torch.optim.AdamW(fused=True); the class would import torch._dynamo (seconds per rank).
-        torch._fused_adamw_(
-            [shard.master for shard in shards],
-            grads,
-            [shard.moments["exp_avg"] for shard in shards],
-            [shard.moments["exp_avg_sq"] for shard in shards],
-            [],
-            [self.updates] * len(shards),
-            lr=lr,
-            weight_decay=weight_decay,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-            **self._settings,
-        )
+    def update(self, shards: Sequence[Shard], step: Step) -> None:
+        for (lr_scale, weight_decay), alike in by_setting(shards):
+            grads, grad_scale = _gradients(alike, step)
+            # What is behind torch.optim.AdamW(fused=True); the class would import torch._dynamo (seconds per rank).
+            torch._fused_adamw_(
+                [shard.master for shard in alike],
+                grads,
+                [shard.moments["exp_avg"] for shard in alike],
+                [shard.moments["exp_avg_sq"] for shard in alike],
+                [],
+                [step.updates] * len(alike),
+                lr=step.lr * lr_scale,
+                weight_decay=weight_decay,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=grad_scale,
+                found_inf=step.found_inf,
+                **self._settings,
+            )
 
 
-class SGD(Optimizer):
+class SGD(Rule):
     """Plain stochastic gradient descent, without momentum; weight decay is added to the gradient."""
 
-    def _update(
-        self,
-        shards: Sequence[_Shard],
-        grads: list[Tensor],
-        lr: float,
-        weight_decay: float,
-        grad_scale: Tensor | None,
-        found_inf: Tensor,
-    ) -> None:
-        torch._fused_sgd_(
-            [shard.master for shard in shards],
-            grads,
-            [],
-            weight_decay=weight_decay,
-            momentum=0.0,
-            lr=lr,
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,
-            grad_scale=grad_scale,
-            found_inf=found_inf,
-        )
+    def update(self, shards: Sequence[Shard], step: Step) -> None:
+        for (lr_scale, weight_decay), alike in by_setting(shards):
+            grads, grad_scale = _gradients(alike, step)
+            torch._fused_sgd_(
+                [shard.master for shard in alike],
+                grads,
+                [],
+                weight_decay=weight_decay,
+                momentum=0.0,
+                lr=step.lr * lr_scale,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+                grad_scale=grad_scale,
+                found_inf=step.found_inf,
+            )
+
+
+def by_setting(shards: Sequence[Shard]) -> Iterator[tuple[tuple[float, float], list[Shard]]]:
+    """The shards that share what multiplies the learning rate, and weight decay."""
+    settings: dict[tuple[float, float], list[Shard]] = {}
+    for shard in shards:
+        settings.setdefault((shard.bucket.key.lr_scale, shard.bucket.key.weight_decay), []).append(shard)
+    yield from settings.items()
+
+
+def _gradients(shards: Sequence[Shard], step: Step) -> tuple[list[Tensor], Tensor | None]:
+    """The shards' gradients, and what the fused kernels divide them by: a float32 number, all that they take."""
+    grads = [shard.grad for shard in shards]
+    if grads[0].dtype != torch.float64:
+        return grads, step.grad_scale.float()
+    torch._foreach_div_(grads, step.grad_scale)  # which would round every gradient to float32
+    return grads, None

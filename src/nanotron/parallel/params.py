@@ -93,7 +93,8 @@ class ParamSpec:
     ``shard``: (mesh axis, tensor dim) pairs; a dim of L elements is cut at L·i//n, so shards may be uneven. A dim that
     is named twice is cut again within each part: experts over ep, and a rank's over tp.
     ``partial_grad``: axes that replicate the parameter while each rank computes only a part of its gradient.
-    ``decay``: whether weight decay applies. ``lr_scale`` multiplies the learning rate.
+    ``decay``: whether weight decay applies, and ``weight_decay`` how much, per unit of learning rate.
+    ``lr_scale`` multiplies the learning rate; ``optimizer`` is the name of the rule that updates it.
     ``learns``: whether it has a gradient; one that has none is moved by a rule of its own, in float32 at least.
     """
 
@@ -103,7 +104,9 @@ class ParamSpec:
     decay: bool
     shard: tuple[tuple[str, int], ...] = ()
     partial_grad: tuple[str, ...] = ()
+    weight_decay: float = 0.0
     lr_scale: float = 1.0
+    optimizer: str = "adamW"
     learns: bool = True
 
     @property

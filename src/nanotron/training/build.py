@@ -14,7 +14,7 @@ from nanotron.models.specs import StageModules
 from nanotron.ops.chunk import Chunk
 from nanotron.ops.fused import eager, fused
 from nanotron.optim.buckets import Buckets
-from nanotron.optim.optimizer import SGD, AdamW, Optimizer
+from nanotron.optim.optimizer import SGD, AdamW, Optimizer, Rule
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.topology import parameter_specs, tied_stages
 
@@ -71,13 +71,7 @@ def grad_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
 
 def build_optimizer(config: Config, buckets: Buckets) -> Optimizer:
     """The optimizer that the config asks for, on this rank's share of the buckets."""
-    factory, weight_decay = config.optimizer.optimizer_factory, config.optimizer.weight_decay
-    if factory.name == "sgd":
-        return SGD(buckets, weight_decay=weight_decay)
-    return AdamW(
-        buckets,
-        weight_decay=weight_decay,
-        beta1=factory.adam_beta1,
-        beta2=factory.adam_beta2,
-        eps=factory.adam_eps,
-    )
+    factory, rules = config.optimizer.optimizer_factory, dict[str, Rule](sgd=SGD())
+    if factory.name != "sgd":
+        rules["adamW"] = AdamW(beta1=factory.adam_beta1, beta2=factory.adam_beta2, eps=factory.adam_eps)
+    return Optimizer(buckets, rules)

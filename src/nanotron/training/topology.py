@@ -5,8 +5,9 @@ The trainer, ``check``, the planner and generation all ask here, so they cannot 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanotron.logging import human_format
 from nanotron.models.families import family_of, layer_costs
@@ -20,7 +21,7 @@ from nanotron.pipeline.schedules import Schedule
 from nanotron.pipeline.split import stage_layers
 
 if TYPE_CHECKING:
-    from nanotron.config import Config
+    from nanotron.config import Config, OptimizerArgs
 
 
 def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
@@ -87,7 +88,7 @@ def model_size(config: Config) -> str:
 
 
 def parameter_specs(config: Config) -> dict[str, ParamSpec]:
-    """Every parameter of the run's model, with weight decay off for those the config excludes by name."""
+    """Every parameter of the run's model, and how it is updated."""
     init = config.model.init_method
     specs = family_of(config.model.model_config).specs(
         config.model.model_config,
@@ -95,5 +96,27 @@ def parameter_specs(config: Config) -> dict[str, ParamSpec]:
         scaling_method=getattr(init, "scaling_method", "num_layers"),
         sequence_parallel=config.parallelism.sequence_parallel,
     )
-    excluded = matching(specs, config.optimizer.weight_decay_exclude_named_params)
-    return {name: replace(spec, decay=spec.decay and name not in excluded) for name, spec in specs.items()}
+    return grouped(specs, config.optimizer)
+
+
+def grouped(specs: Mapping[str, ParamSpec], optimizer: OptimizerArgs) -> dict[str, ParamSpec]:
+    """The parameters, updated as the optimizer's section says: its own settings, and those of groups that name them."""
+    highest = optimizer.learning_rate_scheduler.learning_rate
+    settings: dict[str, Any] = {
+        "learning_rate": highest,
+        "weight_decay": optimizer.weight_decay,
+        "optimizer": optimizer.optimizer_factory.name,
+    }
+    of = {name: dict(settings) for name in specs}
+    for group in optimizer.all_groups:
+        for name in matching(specs, group.params):
+            of[name] |= {key: said for key in settings if (said := getattr(group, key)) is not None}
+    return {
+        name: replace(
+            spec,
+            weight_decay=of[name]["weight_decay"],
+            lr_scale=spec.lr_scale * of[name]["learning_rate"] / highest,
+            optimizer=of[name]["optimizer"],
+        )
+        for name, spec in specs.items()
+    }
