@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILING = 5_900
+CEILING = 5_950
 """Lines. A capability may raise it in its own commit, and says so; beyond 6,000 something has to go."""
 
 
@@ -45,7 +45,7 @@ def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
             "hf_tensors.py",
         },
         "pipeline": {"custom.py", "draw.py", "trace.py"},
-        "optim": {"norms.py", "sharding.py"},
+        "optim": {"muon.py", "norms.py", "owners.py", "sharding.py"},
         "training": {"diagnostics.py", "evaluate.py", "init_or_resume.py"},
     }
     for room, (files, _) in rooms().items():

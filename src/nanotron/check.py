@@ -35,6 +35,7 @@ from nanotron.errors import ConfigError
 from nanotron.logging import human_format
 from nanotron.models.families import family_of
 from nanotron.models.hf_nanotron_names import matching
+from nanotron.models.specs import is_hidden
 from nanotron.pipeline.custom import find_problems, is_code, is_custom
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
 from nanotron.training.topology import layers_of_stages, model_size, pipeline_schedule
@@ -225,16 +226,22 @@ def _patterns_match_parameters(config: Config) -> Findings:
 
 
 @_probe("optimizer.groups", "model.model_config")
-def _groups_decay_what_can(config: Config) -> Findings:
+def _groups_suit_their_parameters(config: Config) -> Findings:
     specs = family_of(config.model.model_config).specs(config.model.model_config)
     for index, group in enumerate(config.optimizer.groups):
+        key = f"optimizer.groups[{index}]"
         try:
             found = matching(specs, group.params)
         except re.error:
             continue
         if found and group.weight_decay and not any(specs[name].decay for name in found):
-            text = f"{group.weight_decay} on norms and biases only, which never decay; leave it out"
-            yield f"optimizer.groups[{index}].weight_decay", text
+            yield (
+                f"{key}.weight_decay",
+                f"{group.weight_decay} on norms and biases only, which never decay; leave it out",
+            )
+        others = [name for name in specs if name in found and not is_hidden(specs[name])]
+        if others and group.optimizer == "muon":
+            yield f"{key}.optimizer", f"muon updates matrices of layers, and {others[0]} is none; match others only"
 
 
 def _data_can_be_read(config: Config) -> list[Rule]:

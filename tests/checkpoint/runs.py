@@ -14,7 +14,7 @@ from nanotron.checkpoint.write import Saver
 from nanotron.config import Config, get_config_from_dict
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
-from nanotron.training.topology import mesh_axes, parameter_specs
+from nanotron.training.topology import has_owners, mesh_axes, parameter_specs
 from nanotron.training.trainer import train
 from tests.checkpoint.read_checkpoint import read_tensor
 
@@ -78,7 +78,8 @@ def sparse_values_of(folder: Path | str, layout: tuple[int, int, int], ep: int, 
 def mesh_of(config: Config, rank: int) -> Mesh:
     """A rank's mesh with the groups that a run creates."""
     mesh = Mesh(mesh_axes(config), rank)
-    mesh.create_groups({spec.reduce_axes(mesh) for spec in parameter_specs(config).values()})
+    reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
+    mesh.create_groups(reductions, owners=has_owners(config))
     return mesh
 
 

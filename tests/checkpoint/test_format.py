@@ -98,8 +98,17 @@ def test_checksums_and_sizes_are_of_the_bytes_that_the_document_says(saved: Path
 def test_an_index_survives_a_round_trip_and_another_version_is_refused(saved: Path) -> None:
     text = (saved / "index.json").read_text()
     assert Index.from_json(text).to_json() == text
-    with pytest.raises(ValueError, match="version is 2: Input should be 1"):
-        Index.from_json(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(ValueError, match="version is 3: Input should be 1 or 2"):
+        Index.from_json(text.replace('"version": 1', '"version": 3'))
+
+
+@pytest.mark.parametrize(("kind", "version"), [("exp_avg", 1), ("momentum", 2), ("ema", 2)])
+def test_kinds_of_the_second_version_say_so_and_readers_open_both(saved: Path, kind: str, version: int) -> None:
+    index = Index.from_json((saved / "index.json").read_text())
+    index.tensors[f"{kind}/extra"] = next(iter(index.tensors.values()))
+    text = index.to_json()
+    assert json.loads(text)["version"] == version
+    assert Index.from_json(text) == index
 
 
 def test_headers_are_read_in_file_order() -> None:

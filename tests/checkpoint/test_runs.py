@@ -163,9 +163,9 @@ def test_context_parallelism_leaves_no_trace_in_a_checkpoint_and_resumes_bit_for
     assert different(saved, alone / "1") == different(saved, back / "1") == []
 
 
-def test_experts_go_on_bit_for_bit_and_move_to_any_layout(pool, tmp_path: Path) -> None:
-    shared = ((2, 2, 1), 2)
-    straight, stopped = (sparse_values_of(tmp_path / name, *shared) for name in ("straight", "stopped"))
+def test_experts_and_muons_momentum_go_on_bit_for_bit_and_move_to_any_layout(pool, tmp_path: Path) -> None:
+    shared, muon = ((2, 2, 1), 2), {"optimizer__optimizer_factory": {"name": "muon"}}
+    straight, stopped = (sparse_values_of(tmp_path / name, *shared, **muon) for name in ("straight", "stopped"))
     for values in (straight, stopped):
         values["model"]["dtype"] = "bfloat16"
     assert pool.run(4, run_in, str(tmp_path), straight) == [codes.DONE] * 4
@@ -178,7 +178,10 @@ def test_experts_go_on_bit_for_bit_and_move_to_any_layout(pool, tmp_path: Path) 
     saved = tmp_path / "stopped" / "8"
     assert different(saved, tmp_path / "straight" / "8") == []
 
-    stored = json.loads((saved / "index.json").read_text())["tensors"]
+    index = json.loads((saved / "index.json").read_text())
+    stored, gate = index["tensors"], "layers.1.mlp.experts.gate_up.weight"
+    assert index["version"] == 2
+    assert {name.partition("/")[0] for name in stored if name.endswith(gate)} == {"weight", "master", "momentum"}
     bias = "layers.1.mlp.router.bias"
     assert stored[f"weight/{bias}"]["dtype"] == "F32"
     assert stored["weight/layers.1.mlp.router.weight"]["dtype"] == "BF16"
@@ -190,7 +193,7 @@ def test_experts_go_on_bit_for_bit_and_move_to_any_layout(pool, tmp_path: Path) 
 
     source, moved = saved, [((4, 1, 1), 4), ((1, 2, 1), 1), ((1, 1, 1), 1), shared]
     for number, (layout, ep) in enumerate(moved):
-        values, target = sparse_values_of("unused", layout, ep, model__dtype="bfloat16"), tmp_path / str(number)
+        values, target = sparse_values_of("unused", layout, ep, model__dtype="bfloat16", **muon), tmp_path / str(number)
         world = math.prod(layout)
         assert pool.run(world, save_again, values, str(source), str(target)) == [[]] * world
         source = target / "1"

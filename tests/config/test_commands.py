@@ -29,7 +29,13 @@ from tests.config.test_mistakes import RIGHT
 STALE = "run: python tools/write_reference.py"
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-WORLD = {"config_3d.yaml": 8, "config_long_context.yaml": 2, "config_tiny_llama.yaml": 8, "config_tiny_moe.yaml": 8}
+WORLD = {
+    "config_3d.yaml": 8,
+    "config_long_context.yaml": 2,
+    "config_tiny_llama.yaml": 8,
+    "config_tiny_moe.yaml": 8,
+    "config_tiny_muon.yaml": 4,
+}
 
 # The file that every reader of the documentation knows; the example is this text below its comment for editors.
 CONFIG_3D = """\

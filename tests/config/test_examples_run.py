@@ -24,6 +24,7 @@ def test_there_is_a_small_example() -> None:
         "config_long_context.yaml",
         "config_tiny_llama.yaml",
         "config_tiny_moe.yaml",
+        "config_tiny_muon.yaml",
     ]
 
 

@@ -17,15 +17,12 @@ from nanotron.data.feed import Feed
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box
 from nanotron.training.step import Training
-from nanotron.training.topology import mesh_axes, parameter_specs, tied_stages
-from tests.parity.cases import ROUTERS, Case
+from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, tied_stages
+from tests.parity.cases import OPTIMIZERS, ROUTERS, Case
 from tests.parity.routes import near_ties
 from tests.pool import Pool
 
 VOCABULARY = 257
-EPS = 1e-5
-"""Of Adam. With 1e-8 an element whose gradient is mere rounding moves as far as any other, and after 15 steps of Qwen3
-one device in float32 is itself 1e-5 off one in float64, whatever library multiplies; so it is 3e-7."""
 StateShard = tuple[str, tuple[int, ...], Box, Tensor]
 
 
@@ -104,7 +101,7 @@ def config_of(case: Case) -> Config:
             "optimizer": {
                 "zero_stage": case.zero_stage,
                 "accumulate_grad_in_fp32": case.accumulate_in_fp32,
-                "optimizer_factory": {"adam_eps": EPS},
+                **OPTIMIZERS[case.optimizer],
                 "learning_rate_scheduler": {"learning_rate": 3e-3, "lr_warmup_steps": 4},
             },
             "tokens": {
@@ -217,6 +214,7 @@ def prepare(config: Config, mesh: Mesh) -> Training:
         mesh.create_groups(
             {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()},
             tied_stages=[stage for stages in tied_stages(config).values() for stage in stages],
+            owners=has_owners(config),
         )
     training = Training(config, mesh, "cpu")
     training.initialize()

@@ -17,11 +17,12 @@ WORDS: dict[str, dict[str, Any]] = {
     **{name: {"schedule": name} for name in ("afab", "interleaved_1f1b", "zb_h1", "zbv")},
     **{name: {"family": name} for name in ("qwen2", "qwen3", "mistral", "olmoe", "deepseek_v3")},
     **{name: {"experts": 8, "router": name} for name in ("plain", "z-loss", "shared", "grouped")},
+    **{name: {"optimizer": name} for name in ("muon", "groups")},
     "gathered": {"tp_mode": "REDUCE_SCATTER"},
     "once": {"tp_mode": "REDUCE_SCATTER", "tp_recompute_allgather": False},
     "overlap": {"overlap": True},
     "exchanged": {"cp_mode": "ALL_TO_ALL"},
-    "zero1": {"zero_stage": 1},
+    **{f"zero{stage}": {"zero_stage": stage} for stage in (1, 2, 3)},
     "recompute": {"recompute_layer": True},
     "selective": {"recompute_layer": "selective"},
     "compile": {"compile": True},
@@ -80,6 +81,12 @@ dp2 tp2 pp2 ep2 rows6 given gathered selective qwen3 windows shared float64
 dp2 tp2 pp2 afab rows6 gathered overlap zero1 loss_chunk7 qwen2 layers2 tied window z_loss grouped float64
 dp2 cp2 pp2 ep2 zbv rows6 zero1 loss_chunk7 deepseek_v3 tied z_loss shared float64
 dp4 pp2 ep2 rows3 zero1 selective loss_chunk7 deepseek_v3 layers2 documents z_loss grouped float64
+dp2 muon zero1 layers2
+dp2 muon zero2 layers2 float64
+cp2 tp2 layers2 muon
+dp2 tp2 pp2 ep2 layers2 zero1 muon shared float64
+dp2 tp2 pp2 layers2 zero3 groups
+dp2 layers2 groups zero1 float64
 """
 
 
@@ -103,6 +110,8 @@ MANY = {  # what is tried with more ranks than two of an axis; with everything e
     "tp": {"tp_mode", "again", "overlap", "cp", "tied", "loss_chunk", "family", "experts", "dtype"},
     "pp": {"schedule", "split", "few", "tied", "dtype"},
 }
+UPDATED = {"dp", "cp", "tp", "pp", "ep", "zero_stage", "dtype"}
+"""What is tried with each optimizer; with everything else, any is as good as any other."""
 ROUTED = {"dp", "cp", "tp", "ep", "tp_mode", "recompute", "documents", "zero_stage"}
 """What is tried with each router; with everything else, any is as good as any other."""
 
@@ -138,5 +147,8 @@ def pairs_of(case: Case) -> Iterator[frozenset[tuple[str, Any]]]:
     for axis, others in MANY.items():
         if getattr(case, axis) > 2:
             yield from (frozenset({(axis, getattr(case, axis)), (name, values[name])}) for name in others & set(values))
+    if case.optimizer != "adamW":
+        optimizer = ("optimizer", case.optimizer)
+        yield from (frozenset({optimizer, (name, values[name])}) for name in UPDATED & set(values))
     if case.experts:
         yield from (frozenset({("router", case.router), (name, values[name])}) for name in ROUTED & set(values))

@@ -33,6 +33,7 @@ def small(
     window_layers: list[int] | None = None,
     ep: int = 1,
     experts: dict[str, Any] | None = None,
+    optimizer: dict[str, Any] | None = None,
 ) -> Config:
     """The config of a layout of a model of 3 million parameters; ``experts``: keys of its moe_config."""
     values: dict[str, Any] = {
@@ -67,6 +68,7 @@ def small(
             "zero_stage": zero,
             "accumulate_grad_in_fp32": sum_in_fp32,
             "learning_rate_scheduler": {"learning_rate": 1e-3},
+            "optimizer_factory": optimizer,
         },
         "tokens": {
             "sequence_length": sequence,

@@ -21,7 +21,7 @@ from nanotron.plan.hardware import find_cluster
 from nanotron.plan.measure import ChunkCounts, Measurements, measure_chunk
 from nanotron.plan.predict import Planner
 from nanotron.training.step import Training
-from nanotron.training.topology import mesh_axes, tied_stages
+from nanotron.training.topology import has_owners, mesh_axes, tied_stages
 from tests.plan.configs import VOCABULARY, small
 from tests.pool import Pool
 
@@ -38,6 +38,8 @@ LAYOUTS: list[dict[str, Any]] = [
     {"experts": ALL_EXPERTS, "recompute": "selective"},
     {"experts": ALL_EXPERTS | {"layers": [1, 2, 5]}, "layers": 6, "pp": 2, "dp": 2, "ep": 2},
     {"experts": ALL_EXPERTS | SHARED, "tp": 2, "dtype": "bfloat16"},
+    {"dp": 2, "tp": 2, "optimizer": {"name": "muon"}},
+    {"experts": ALL_EXPERTS, "dp": 2, "ep": 2, "dtype": "bfloat16", "optimizer": {"name": "muon"}},
     {"pp": 2, "layers": 10, "window": 20, "window_layers": [0, 1, 2, 4, 5, 6, 8, 9]},
 ]
 ALONE: list[dict[str, Any]] = [{}, {"dp": 2, "layers": 7}, {"tp": 2}, {"pp": 2, "layers": 6}]
@@ -89,7 +91,8 @@ def run_and_measure(rank: int, world: int, layout: dict[str, Any]) -> Measured:
     """Two steps of real training under the profiler."""
     config = small(**SMALLER, **layout)
     mesh = Mesh(mesh_axes(config), rank)
-    mesh.create_groups(tied_stages=[stage for stages in tied_stages(config).values() for stage in stages])
+    tied = [stage for stages in tied_stages(config).values() for stage in stages]
+    mesh.create_groups(tied_stages=tied, owners=has_owners(config))
     with frees_on_this_thread(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         training = Training(config, mesh, "cpu")
         training.initialize()

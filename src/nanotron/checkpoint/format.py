@@ -29,10 +29,12 @@ from nanotron.untrusted import MAPPING, Count, checked, parse_json
 if TYPE_CHECKING:
     import torch
 
-FORMAT, VERSION = get_args(schema.Format)[0], get_args(schema.Version)[0]
+FORMAT = get_args(schema.Format)[0]
 INDEX, STATE, LATEST = "index.json", "state.json", "latest.txt"
 CONFIG, MODEL_CONFIG = "config.yaml", "model_config.json"
-KINDS = ("weight", "master", "exp_avg", "exp_avg_sq")
+KINDS = ("weight", "master", "ema", "exp_avg", "exp_avg_sq", "momentum")
+OF_VERSION_2 = {"ema", "momentum"}
+"""Kinds that make a checkpoint one of version 2, which readers of version 1 alone refuse."""
 ITEM_SIZE = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -52,7 +54,7 @@ class Damaged(ConfigError):
 class StateShard(NamedTuple):
     """The part of one global tensor that a rank holds: what is saved, and what is filled on load.
 
-    ``kind`` is weight, master, exp_avg or exp_avg_sq; ``shape`` is global; ``tensor`` has the box's shape and may be a
+    ``kind`` is one of ``KINDS``; ``shape`` is global; ``tensor`` has the box's shape and may be a
     view. Of the ranks that hold a box exactly one ``writes`` it.
     """
 
@@ -108,7 +110,8 @@ class Index:
     def to_json(self) -> str:
         """The text of the file, a tensor a line."""
         files = {name: {k: v for k, v in vars(file).items() if v is not None} for name, file in self.files.items()}
-        facts = {"format": FORMAT, "version": VERSION, "step": self.step, "files": files}
+        version = 2 if OF_VERSION_2 & {key.partition("/")[0] for key in self.tensors} else 1
+        facts = {"format": FORMAT, "version": version, "step": self.step, "files": files}
         lines = ",\n".join(
             f"{json.dumps(key)}: {json.dumps({**vars(tensor), 'boxes': list(map(vars, tensor.boxes))})}"
             for key, tensor in self.tensors.items()

@@ -14,7 +14,7 @@ from typing_extensions import Required, TypedDict
 from nanotron.untrusted import Count, Number
 
 Format = Literal["nanotron-checkpoint"]
-Version = Literal[1]
+Version = Literal[1, 2]
 
 Shape = Annotated[tuple[Count, ...], Field(max_length=8)]
 FileName = Annotated[str, Field(pattern=r"^[^/\\]+$")]

@@ -42,6 +42,7 @@ from nanotron.config.model import (
 from nanotron.config.training import (
     AdamWOptimizerArgs,
     LRSchedulerArgs,
+    MuonOptimizerArgs,
     OptimizerArgs,
     ParameterGroupArgs,
     SGDOptimizerArgs,
@@ -68,6 +69,7 @@ __all__ = [
     "MoEConfig",
     "ModelArgs",
     "ModelConfig",
+    "MuonOptimizerArgs",
     "NanosetDatasetsArgs",
     "OlmoeConfig",
     "OptimizerArgs",

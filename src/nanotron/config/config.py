@@ -34,7 +34,7 @@ from nanotron.config.keys import (
     was_filled,
 )
 from nanotron.config.model import ModelArgs
-from nanotron.config.training import OptimizerArgs, TokensArgs
+from nanotron.config.training import MuonOptimizerArgs, OptimizerArgs, TokensArgs
 
 
 @section
@@ -66,6 +66,8 @@ class Config:
         scheduler = self.optimizer.learning_rate_scheduler
         length = scheduler.lr_schedule_steps or self.tokens.train_steps
         fill(scheduler, "lr_decay_steps", max(0, length - scheduler.lr_decay_starting_step))
+        if isinstance(self.optimizer.optimizer_factory, MuonOptimizerArgs):
+            fill(self.optimizer.optimizer_factory, "muon_ns_dtype", self.model.dtype)
         fill(self.model.model_config, "max_position_embeddings", max(self.stage_sequence_lengths))
 
     @property

@@ -332,11 +332,11 @@ def _groups_say_something(config: Config) -> Findings:
         key = f"optimizer.groups[{index}]"
         if group.learning_rate is None and group.weight_decay is None and group.optimizer is None:
             yield key, "says nothing of its parameters; give learning_rate, weight_decay or optimizer, or leave it out"
-        if factory == "sgd" and group.optimizer not in (None, "sgd"):
+        if group.optimizer not in {None, "sgd", factory, "adamW" if factory == "muon" else factory}:
             yield (
                 f"{key}.optimizer",
-                f"{group.optimizer} takes its keys from optimizer.optimizer_factory, which is sgd; name"
-                f" {group.optimizer} there, and sgd in a group of all others",
+                f"{group.optimizer} takes its keys from optimizer.optimizer_factory, which is {factory}; name"
+                f" {group.optimizer} there, and {factory} in a group of all others",
             )
 
 

@@ -54,7 +54,7 @@ class TokensArgs:
         return min(self.train_steps, self.stop_after or self.train_steps)
 
 
-OPTIMIZERS = ("adamW", "sgd")
+OPTIMIZERS = ("adamW", "muon", "sgd")
 
 
 def _in_any_case(value: Any) -> Any:
@@ -74,18 +74,48 @@ def _optimizer_name(canonical: str) -> Reads:
     return Reads(accept_any_case, choices_in_any_case)
 
 
-OptimizerName = Annotated[Literal["adamW", "sgd"], Reads(_in_any_case, choices_in_any_case)]
+OptimizerName = Annotated[Literal["adamW", "muon", "sgd"], Reads(_in_any_case, choices_in_any_case)]
 
 
 @section
-@retires(OPTIMIZER)
-class AdamWOptimizerArgs:
-    """AdamW."""
+class AdamKeys:
+    """The keys of AdamW."""
 
     adam_eps: Float = key(1e-8, "Added to the root of the second moment.", gt=0)
     adam_beta1: Float = key(0.9, "AdamW's beta1: decay of the first moment, per step.", ge=0, lt=1)
     adam_beta2: Float = key(0.95, "AdamW's beta2: decay of the second moment, per step.", ge=0, lt=1)
+
+
+@section
+@retires(OPTIMIZER)
+class AdamWOptimizerArgs(AdamKeys):
+    """AdamW."""
+
     name: Annotated[Literal["adamW"], _optimizer_name("adamW")] = key("adamW", "Marks the optimizer.", marker=True)
+
+
+@section
+@retires(OPTIMIZER)
+class MuonOptimizerArgs(AdamKeys):
+    """Muon for the matrices of layers; AdamW for embedding, output layer, routers, norms and biases."""
+
+    muon_momentum: Float = key(0.95, "Decay of the momentum, per step.", ge=0, lt=1)
+    muon_nesterov: bool = key(True, "Whether the update looks ahead, by the gradient and the momentum it leads to.")
+    muon_ns_steps: Count = key(5, "Newton-Schulz iterations that make an update orthogonal.", gt=0)
+    muon_scale: Lower[Literal["match_rms", "spectral"]] = key(
+        "match_rms",
+        "How large updates are. match_rms: as AdamW's, so that its learning rate and weight decay fit; spectral:"
+        " changes of a layer's output are as large at every width.",
+    )
+    muon_ns_dtype: Derived[Lower[Literal["bfloat16", "float32", "float64"]]] = derived(
+        "Number format of the iterations, and of the matrices on their way.", "model.dtype"
+    )
+    adam_learning_rate: Derived[Float] = derived(
+        "Learning rate, at its highest, of what AdamW updates; it rises and falls as Muon's.",
+        "learning_rate_scheduler.learning_rate",
+        ge=0,
+    )
+    name: Annotated[Literal["muon"], _optimizer_name("muon")] = key("muon", "Marks the optimizer.", marker=True)
 
 
 @section
@@ -98,11 +128,14 @@ class SGDOptimizerArgs:
 
 def _optimizer_kind(value: Any) -> str:
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-    return "SGDOptimizerArgs" if isinstance(name, str) and name.lower() == "sgd" else "AdamWOptimizerArgs"
+    kinds = {"sgd": "SGDOptimizerArgs", "muon": "MuonOptimizerArgs"}
+    return kinds.get(name.lower() if isinstance(name, str) else "", "AdamWOptimizerArgs")
 
 
 AnyOptimizer = Annotated[
-    Annotated[AdamWOptimizerArgs, Tag("AdamWOptimizerArgs")] | Annotated[SGDOptimizerArgs, Tag("SGDOptimizerArgs")],
+    Annotated[AdamWOptimizerArgs, Tag("AdamWOptimizerArgs")]
+    | Annotated[MuonOptimizerArgs, Tag("MuonOptimizerArgs")]
+    | Annotated[SGDOptimizerArgs, Tag("SGDOptimizerArgs")],
     Discriminator(_optimizer_kind),
 ]
 
@@ -121,7 +154,7 @@ class ParameterGroupArgs:
         None, "Their weight decay, per unit of learning rate; never on norms and biases.", ge=0
     )
     optimizer: OptimizerName | None = key(
-        None, "What updates them; AdamW takes its keys from optimizer_factory, which then is no sgd."
+        None, "What updates them; AdamW and Muon take their keys from optimizer_factory, which has to have them."
     )
 
 
@@ -189,6 +222,10 @@ class OptimizerArgs:
     on_nan: Lower[Literal["stop", "skip"]] = key(
         "stop", "What to do with a step whose gradient is not finite: stop the run, or leave that update out."
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.optimizer_factory, MuonOptimizerArgs):
+            fill(self.optimizer_factory, "adam_learning_rate", self.learning_rate_scheduler.learning_rate)
 
     @property
     def all_groups(self) -> list[ParameterGroupArgs]:

@@ -197,7 +197,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
 
     from nanotron.data.tokenize.prepare import may_stream, prepare_data
     from nanotron.parallel.mesh import Mesh
-    from nanotron.training.topology import mesh_axes, parameter_specs, tied_stages
+    from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, tied_stages
 
     general, mesh = config.general, Mesh(mesh_axes(config), place.rank)
     set_up_logging(config.logging.log_level, config.logging.log_level_replica, mesh)
@@ -218,7 +218,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         peers.gather(backend, device, timeout)
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
         reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
-        mesh.create_groups(reductions, holders, timeout, rows=may_stream(config))
+        mesh.create_groups(reductions, holders, timeout, rows=may_stream(config), owners=has_owners(config))
     axes = ["dp", *(axis for axis in ("ep", "cp") if mesh.size(axis) > 1), "tp", "pp"]
     layout = " ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
     between = f", {backend}" if place.world > 1 else ""

@@ -46,6 +46,11 @@ def head_name(config: ModelConfig) -> str:
     return EMBED if config.tie_word_embeddings else HEAD
 
 
+def is_hidden(spec: ParamSpec) -> bool:
+    """Whether it is one or several matrices, in its last two dims, from one inner width of a layer to another."""
+    return spec.decay and spec.name.startswith("layers.") and ".router." not in spec.name and spec.shape[-2] > 1
+
+
 ROUTER_LOSSES = ("balance", "router_z")
 """What routers add to the loss, in any stage."""
 

@@ -1,1 +1,1 @@
-"""From gradients to the next weights: flat buckets, global-norm clipping, AdamW and SGD, the learning rate."""
+"""From gradients to the next weights: flat buckets, global-norm clipping, AdamW, Muon and SGD, the learning rate."""

@@ -17,7 +17,7 @@ pipeline engine's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from torch.autograd import Function
 from torch.distributed import ProcessGroup, Work
 
 from nanotron.parallel.mesh import Mesh
+
+T = TypeVar("T")
 
 # ------------------------------------------------------------------ differentiable
 
@@ -162,6 +164,15 @@ def all_to_all_rows(x: Tensor, group: ProcessGroup | None, sent: Sequence[int], 
     rows = x.new_empty((sum(received), *x.shape[1:]))
     dist.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=group)
     return rows
+
+
+def all_gather_objects(x: T, group: ProcessGroup | None) -> list[T]:
+    """Every rank's x, in order, pickled on its way: for what is told once, before training. [x] when group is None."""
+    if group is None:
+        return [x]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, x, group=group)
+    return found
 
 
 # --------------------------------------------------------- begun now, awaited later

@@ -165,12 +165,14 @@ class Mesh:
         timeout: timedelta | None = None,
         *,
         rows: bool = False,
+        owners: bool = False,
     ) -> None:
         """Create every communicator this mesh will use, each among its own ranks alone, on all in the same order.
 
         ``reductions``: products of data parts that some gradients are summed over, besides all of them.
         ``tied_stages``: pipeline coordinates that hold copies of one parameter; their ranks sum its gradient.
         ``rows``: whether the ranks of a replica pass rows of a stream on, ``group("pp", "cp", "tp", purpose="rows")``.
+        ``owners``: whether the ranks of a stage own matrices of it, ``group("dp", "cp", "tp", purpose="weights")``.
         ``timeout`` of every collective in these groups (torch's default when None).
         Call it once, after ``init_process_group``. Groups of one rank are never created; the whole world's control
         group is the default one.
@@ -181,6 +183,7 @@ class Mesh:
         wanted += [("control", self.data_parts)]
         wanted += [("gradients", axes) for axes in (*sums, ("tp",), ("tp_rep",))]
         wanted += [("weights", axes) for axes in sums if axes in wholes or axes != (COPIES,)]
+        wanted += [("weights", ("dp", "cp", "tp"))] if owners else []
         wanted += [("rows", ("pp", "cp", "tp"))] if rows else []
         wanted += [("forward", ("pp",)), ("backward", ("pp",))]
         for purpose, axes in wanted:

@@ -24,7 +24,7 @@ COLLECTIVES = {
     "_reduce_scatter_base_": "reduce_scatter",
     "alltoall_base_": "all_to_all",
 }
-_MATMULS = {"mm", "addmm", "addmm_", "bmm"}
+_MATMULS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": 2,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import product
 from math import prod
 from typing import Any, cast
 
@@ -21,7 +22,11 @@ from nanotron.models import experts
 from nanotron.ops import attention
 from nanotron.ops.experts import Dispatch, dispatch_by, rows_of_experts
 from nanotron.ops.fused import Function
+from nanotron.optim import owners
+from nanotron.optim.buckets import Bucket
+from nanotron.optim.owners import OWNERS, Held, Matrix, Part, held_by
 from nanotron.parallel.mesh import AxisSizes, Mesh, Purpose
+from nanotron.parallel.params import Box
 from nanotron.plan.counting import Counting
 
 
@@ -95,7 +100,40 @@ def even_dispatch(chosen: Tensor, num_experts: int, mesh: Mesh) -> Dispatch:
     return dispatch_by(chosen, num_experts, mesh, to_send, [mine] * ep)
 
 
-_STAND_INS = ((attention, "last_queries", _last_queries), (experts, "dispatch_of", even_dispatch))
+def even_holdings(buckets: Sequence[Bucket], mesh: Mesh) -> list[Held]:
+    """What each rank of a stage holds of its matrices, if all hold as much: nobody can tell the others here.
+
+    Of each matrix every rank gives some of the rows, and takes as many times more as this rank does.
+    """
+    mine, ranks = held_by(buckets), mesh.ranks_along(*OWNERS)
+    specs = [slot.spec for bucket in buckets for slot in bucket.slots]
+    matrices = [
+        Matrix((spec.shape[-2], spec.shape[-1]), spec.name, which)
+        for spec in specs
+        for which in product(*map(range, spec.shape[:-2]))
+    ]
+    total = sum(matrix.shape[0] * matrix.shape[1] for matrix in matrices)
+    takes = len(ranks) * sum(box.numel for _, box in mine.takes) / total
+
+    def rows(which: int, times: float) -> list[Part]:
+        found = []
+        for matrix in matrices:
+            length, columns = matrix.shape
+            first = int(length * which / len(ranks))
+            last = min(length, int(length * (which + times) / len(ranks)))
+            found.append((matrix, Box((first, 0), (last - first, columns))))
+        return found
+
+    everyone = [Held(rows(which, 1.0), rows(which, takes)) for which in range(len(ranks))]
+    everyone[ranks.index(mesh.rank)] = mine
+    return everyone
+
+
+_STAND_INS = (
+    (attention, "last_queries", _last_queries),
+    (experts, "dispatch_of", even_dispatch),
+    (owners, "everyones", even_holdings),
+)
 
 
 def on_accelerator(function: Function, /) -> Function:

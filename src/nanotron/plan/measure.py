@@ -299,7 +299,7 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
         mesh = FakeMesh(mesh_axes(config), rank)
         chunks = build_chunks(config, mesh, held, chunk_options(config, "cpu"))
         buckets = build_buckets(config, mesh, chunks)
-        optimizer, balance = build_optimizer(config, buckets), ExpertBalance(config, mesh, chunks)
+        optimizer, balance = build_optimizer(config, buckets, mesh), ExpertBalance(config, mesh, chunks)
         parameters, gradients = (sum(map(_nbytes, kept)) for kept in zip(*map(_kept, buckets.all), strict=True))
         state = Counter[str]()
         for entry in optimizer.state():

@@ -69,9 +69,20 @@ def grad_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if config.optimizer.accumulate_grad_in_fp32 else dtype
 
 
-def build_optimizer(config: Config, buckets: Buckets) -> Optimizer:
+def build_optimizer(config: Config, buckets: Buckets, mesh: Mesh) -> Optimizer:
     """The optimizer that the config asks for, on this rank's share of the buckets."""
     factory, rules = config.optimizer.optimizer_factory, dict[str, Rule](sgd=SGD())
     if factory.name != "sgd":
         rules["adamW"] = AdamW(beta1=factory.adam_beta1, beta2=factory.adam_beta2, eps=factory.adam_eps)
+    if factory.name == "muon":
+        from nanotron.optim.muon import Muon
+
+        rules["muon"] = Muon(
+            mesh,
+            momentum=factory.muon_momentum,
+            nesterov=factory.muon_nesterov,
+            ns_steps=factory.muon_ns_steps,
+            scale=factory.muon_scale,
+            ns_dtype=getattr(torch, factory.muon_ns_dtype),
+        )
     return Optimizer(buckets, rules)

@@ -46,7 +46,7 @@ class Training:
         options = replace(chunk_options(config, device), kernels=kernels)
         self.chunks = build_chunks(config, mesh, stages, options)
         self.buckets = build_buckets(config, mesh, self.chunks)
-        self.optimizer = build_optimizer(config, self.buckets)
+        self.optimizer = build_optimizer(config, self.buckets, mesh)
         self.balance = ExpertBalance(config, mesh, self.chunks)
         self.pipeline = Pipeline(
             self.chunks,

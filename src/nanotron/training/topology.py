@@ -13,7 +13,7 @@ from nanotron.logging import human_format
 from nanotron.models.families import family_of, layer_costs
 from nanotron.models.flops import head_flops
 from nanotron.models.hf_nanotron_names import matching
-from nanotron.models.specs import EMBED, StageModules
+from nanotron.models.specs import EMBED, StageModules, is_hidden
 from nanotron.parallel.mesh import training_axes
 from nanotron.parallel.params import ParamSpec
 from nanotron.pipeline.custom import find_schedule
@@ -101,22 +101,23 @@ def parameter_specs(config: Config) -> dict[str, ParamSpec]:
 
 def grouped(specs: Mapping[str, ParamSpec], optimizer: OptimizerArgs) -> dict[str, ParamSpec]:
     """The parameters, updated as the optimizer's section says: its own settings, and those of groups that name them."""
-    highest = optimizer.learning_rate_scheduler.learning_rate
-    settings: dict[str, Any] = {
-        "learning_rate": highest,
-        "weight_decay": optimizer.weight_decay,
-        "optimizer": optimizer.optimizer_factory.name,
-    }
-    of = {name: dict(settings) for name in specs}
+    factory, highest = optimizer.optimizer_factory, optimizer.learning_rate_scheduler.learning_rate
+    of: dict[str, dict[str, Any]] = {}
+    for name, spec in specs.items():
+        rule = "adamW" if factory.name == "muon" and not is_hidden(spec) else factory.name
+        of[name] = {"learning_rate": None, "weight_decay": optimizer.weight_decay, "optimizer": rule}
     for group in optimizer.all_groups:
         for name in matching(specs, group.params):
-            of[name] |= {key: said for key in settings if (said := getattr(group, key)) is not None}
-    return {
-        name: replace(
-            spec,
-            weight_decay=of[name]["weight_decay"],
-            lr_scale=spec.lr_scale * of[name]["learning_rate"] / highest,
-            optimizer=of[name]["optimizer"],
-        )
-        for name, spec in specs.items()
-    }
+            of[name] |= {key: said for key in of[name] if (said := getattr(group, key)) is not None}
+    result = {}
+    for name, (lr, weight_decay, rule) in ((name, tuple(said.values())) for name, said in of.items()):
+        if lr is None:
+            lr = factory.adam_learning_rate if factory.name == "muon" and rule == "adamW" else highest
+        scale = specs[name].lr_scale * lr / highest
+        result[name] = replace(specs[name], weight_decay=weight_decay, lr_scale=scale, optimizer=rule)
+    return result
+
+
+def has_owners(config: Config) -> bool:
+    """Whether some parameters are updated by the ranks that own whole matrices of them."""
+    return any(spec.optimizer == "muon" for spec in parameter_specs(config).values())
