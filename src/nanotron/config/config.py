@@ -63,6 +63,9 @@ class Config:
         fill(self, "data_stages", default_stages())
         folder = self.general.project.replace("$", "_")  # which would begin a variable once it is a path in a file
         fill(self.checkpoints, "checkpoints_path", f"runs/{folder}")
+        if self.tokens.global_batch_size is not None:
+            at_once = self.tokens.micro_batch_size * self.parallelism.dp
+            fill(self.tokens, "batch_accumulation_per_replica", max(1, self.tokens.global_batch_size // at_once))
         scheduler = self.optimizer.learning_rate_scheduler
         length = scheduler.lr_schedule_steps or self.tokens.train_steps
         fill(scheduler, "lr_decay_steps", max(0, length - scheduler.lr_decay_starting_step))

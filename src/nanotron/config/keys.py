@@ -76,8 +76,8 @@ def derived(description: str, rule: str, **constraints: Any) -> Any:
 
 
 def fill(section: Any, name: str, value: Any) -> None:
-    """Set a derived key that was left out, and remember that nobody wrote it."""
-    if getattr(section, name) is None:
+    """Set a derived key that was left out, or was filled before, and remember that nobody wrote it."""
+    if getattr(section, name) is None or was_filled(section, name):
         setattr(section, name, value)
         vars(section).setdefault("_filled", {})[name] = copy.deepcopy(value)
 

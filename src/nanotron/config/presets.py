@@ -90,7 +90,7 @@ def starter(name: str, devices: int) -> str:
     layout = _layout(name, preset, devices)
     is_tiny = preset.parameters < TINY
     micro_batch = 4 if is_tiny else 1
-    accumulation = max(1, preset.batch // (layout.dp * micro_batch))
+    at_once = layout.dp * micro_batch
     return _TEMPLATE.format(
         name=name,
         **layout._asdict(),
@@ -108,7 +108,7 @@ def starter(name: str, devices: int) -> str:
         recompute="true" if preset.parameters > 5e9 else "false",
         dtype="float32" if is_tiny else "bfloat16",
         micro_batch=micro_batch,
-        accumulation=accumulation,
+        samples=max(1, preset.batch // at_once) * at_once,
         warmup=max(1, min(2000, preset.steps // 20)),
         interval=max(20, preset.steps // 50),
     )
@@ -207,7 +207,7 @@ model:
 tokens:
   sequence_length: {sequence}
   micro_batch_size: {micro_batch} # samples at once on each replica
-  batch_accumulation_per_replica: {accumulation} # micro-batches per step; more hide the pipeline's bubble
+  global_batch_size: {samples} # per step, over all replicas: another dp changes the speed and not the curve
   train_steps: {steps}
 
 optimizer:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from nanotron.config.config import Config
-from nanotron.config.keys import KeyPath, path_of
+from nanotron.config.keys import KeyPath, path_of, was_filled
 from nanotron.config.model import DeepseekConfig
 
 Findings = Iterator[tuple[str, str]]
 HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
 LAYERS, TRAIN_STEPS = "model.model_config.num_hidden_layers", "tokens.train_steps"
+ACCUMULATION = "tokens.batch_accumulation_per_replica"
 SEQUENCE, SCHEDULER = "tokens.sequence_length", "optimizer.learning_rate_scheduler"
 STAGE_SEQUENCES = "data_stages[].sequence_length"
 WINDOW_LAYERS = "model.model_config.sliding_window_layers"
@@ -185,6 +186,26 @@ def _shards_divide_replicas(config: Config) -> Findings:
             f"{shards} of {layout.dp} replicas are to share gradients, which {ZERO_STAGE}={stage} does not shard; use "
             f"{ZERO_STAGE}: 2 or 3, or leave dp_shard out",
         )
+
+
+@rule("tokens.global_batch_size", "tokens.micro_batch_size", ACCUMULATION, "parallelism.dp")
+def _batch_has_one_size(config: Config) -> Findings:
+    tokens, dp, product = config.tokens, config.parallelism.dp, config.global_batch_size
+    asked, at_once = tokens.global_batch_size, tokens.micro_batch_size * config.parallelism.dp
+    if asked is None or asked == product:
+        return
+    if was_filled(tokens, "batch_accumulation_per_replica"):
+        below = asked // at_once * at_once
+        text = (
+            f"{asked} is not a multiple of micro_batch_size={tokens.micro_batch_size} · parallelism.dp={dp}; the"
+            f" nearest is {below if 0 < below and asked - below <= at_once // 2 else below + at_once}"
+        )
+    else:
+        text = (
+            f"{asked} is not micro_batch_size={tokens.micro_batch_size} · batch_accumulation_per_replica="
+            f"{tokens.batch_accumulation_per_replica} · parallelism.dp={dp} = {product}; leave one of them out"
+        )
+    yield "tokens.global_batch_size", text
 
 
 def sequence_lengths(config: Config) -> Iterator[tuple[str, int]]:

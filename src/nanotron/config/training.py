@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
-from pydantic_core import PydanticKnownError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from nanotron.config.compat.retired import OPTIMIZER, TOKENS, retires
 from nanotron.config.keys import (
@@ -33,9 +33,15 @@ class TokensArgs:
 
     sequence_length: Width = required("Tokens per sample.", example=2048, gt=0)
     micro_batch_size: Count = required("Samples that a replica computes at once.", example=4, gt=0)
-    batch_accumulation_per_replica: Count = required(
+    batch_accumulation_per_replica: Derived[Count] = derived(
         "Gradient accumulation: micro-batches per replica and step; a step has micro_batch_size · this · dp samples.",
-        example=8,
+        "global_batch_size / (micro_batch_size · dp)",
+        gt=0,
+    )
+    global_batch_size: Int | None = key(
+        None,
+        "Samples per step over all replicas, in the place of batch_accumulation_per_replica: another dp then keeps the"
+        " batch and the loss curve. Null: micro_batch_size · batch_accumulation_per_replica · dp.",
         gt=0,
     )
     train_steps: Int = key(1000, "Steps of the whole run.", gt=0)
@@ -47,6 +53,16 @@ class TokensArgs:
     )
     val_check_interval: Int = key(-1, "Steps from one validation to the next; -1 is never.", ge=-1)
     limit_val_batches: Int = key(0, "Batches of a validation; 0 is the whole validation set.", ge=0)
+
+    def __post_init__(self) -> None:
+        if self.batch_accumulation_per_replica is None and self.global_batch_size is None:
+            context = {
+                "key": "global_batch_size",
+                "text": "missing: samples per step over all replicas, e.g. `global_batch_size: 256`; or give"
+                " batch_accumulation_per_replica, micro-batches per replica and step",
+                "instead": {"batch_accumulation_per_replica": 8},
+            }
+            raise PydanticCustomError("rule", "{text}", context)
 
     @property
     def last_step(self) -> int:
