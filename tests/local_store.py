@@ -15,6 +15,9 @@ class LocalStore:
     def get(self, key: str, /) -> bytes:
         return self._values[key]
 
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        return [self._values[key] for key in keys]
+
     def check(self, keys: list[str], /) -> bool:
         return all(key in self._values for key in keys)
 

@@ -14,7 +14,7 @@ from nanotron.checkpoint.resume import find_resume, newest_complete
 from nanotron.config import Config, DatasetStageArgs, ExistingCheckpointInit
 from nanotron.config.cautions import CAUTIONS, DEFAULTS_THAT_DIFFER
 from nanotron.config.document import Problem, dump, parse, show
-from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, walk
+from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, walk, was_filled
 from nanotron.config.load import Reading, read_file
 from nanotron.config.messages import nearest
 from nanotron.config.rules import RULES, Findings, Rule, declare
@@ -80,6 +80,7 @@ def examine(
     """
     reading = read_file(config_file, overrides)
     if reading.config is not None:
+        reading.config.fit_to(nproc)
         _ask(reading, reading.config, [*RULES, _fits(nproc)])
         probes = [*PROBES, *(SCHEDULE_PROBES if code or not runs_code(reading.config) else [])]
         _ask(reading, reading.config, [*probes, *FILE_PROBES, *_data_can_be_read(reading.config)] if files else probes)
@@ -164,6 +165,13 @@ def _fits(nproc: int | None) -> Rule:
         layout = config.parallelism
         dp, cp, tp, pp = layout.dp, layout.context_parallel_size, layout.tp, layout.pp
         if nproc is None or nproc == layout.world_size:
+            return
+        if was_filled(layout, "dp"):
+            if nproc < layout.world_size:
+                yield (
+                    "parallelism.dp",
+                    f"auto: {layout.world_size} ranks are the fewest that hold this layout, but {nproc} are launched",
+                )
             return
         context = f"context_parallel_size={cp} · " if cp > 1 else ""
         others = {"dp": cp * tp * pp, "tp": dp * cp * pp, "pp": dp * cp * tp}

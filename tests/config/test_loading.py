@@ -272,3 +272,20 @@ def test_scripts_may_pass_a_torch_dtype_and_enum_members() -> None:
     model = LlamaConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
     assert ModelArgs(model_config=model, dtype=dtype()).dtype == "float64"  # type: ignore[arg-type]
     assert ParallelismArgs(tp_mode=Mode()).tp_mode == "REDUCE_SCATTER"  # type: ignore[arg-type]
+
+
+def test_replicas_that_are_counted_when_ranks_are_launched_keep_the_batch(tmp_path: Path) -> None:
+    batch = "global_batch_size: 24\n  micro_batch_size: 2\n"
+    text = RIGHT.replace("dp: 2", "dp: Auto").replace("pp: 2", "pp: 1")
+    text = text.replace("micro_batch_size: 2\n  batch_accumulation_per_replica: 4\n", batch)
+    (tmp_path / "x.yaml").write_text(text)
+    fitted = [check(tmp_path / "x.yaml", [], ranks) for ranks in (None, 3, 9, 16, 64)]
+    assert [config.parallelism.dp for config in fitted] == [1, 1, 4, 6, 12]
+    assert [config.tokens.batch_accumulation_per_replica for config in fitted] == [12, 12, 3, 2, 1]
+    assert {config.global_batch_size for config in fitted} == {24}
+    assert fitted[-1].to_dict(resolved=False)["parallelism"] == {"dp": "auto", "tp": 2}
+    assert "batch_accumulation_per_replica" not in fitted[-1].to_dict(resolved=False)["tokens"]
+    in_rounds = check(tmp_path / "x.yaml", ["parallelism.pp=2", "parallelism.pp_engine=interleaved_1f1b"], 64)
+    assert (in_rounds.parallelism.dp, in_rounds.tokens.batch_accumulation_per_replica) == (6, 2)
+    with pytest.raises(ConfigError, match=r"parallelism.dp: auto: 2 ranks are the fewest that hold this layout, but 1"):
+        check(tmp_path / "x.yaml", [], 1)

@@ -70,7 +70,8 @@ CONFIGS = st.fixed_dictionaries(
         "tokens": st.fixed_dictionaries(
             {"sequence_length": SMALL, "micro_batch_size": SMALL, "batch_accumulation_per_replica": SMALL},
             optional={"train_steps": SMALL},
-        ),
+        )
+        | st.fixed_dictionaries({"sequence_length": SMALL, "micro_batch_size": SMALL, "global_batch_size": SMALL}),
         "optimizer": st.fixed_dictionaries(
             {
                 "learning_rate_scheduler": st.fixed_dictionaries(
@@ -93,7 +94,9 @@ CONFIGS = st.fixed_dictionaries(
     },
     optional={
         "general": optional(project=TEXT, run=TEXT, seed=st.integers(0, 2**60), threads_per_rank=SMALL),
-        "parallelism": optional(dp=SMALL, pp_layers=st.lists(SMALL), pp_engine=st.sampled_from(["afab", "zbv"])),
+        "parallelism": optional(
+            dp=SMALL | st.just("auto"), pp_layers=st.lists(SMALL), pp_engine=st.sampled_from(["afab", "zbv"])
+        ),
         "checkpoints": optional(checkpoints_path=PATH, keep_last_n=SMALL, resume_checkpoint_path=PATH),
         "profiler": st.builds(lambda path: {"profiler_export_path": path, "active": 2}, PATH),
         "data_stages": st.lists(

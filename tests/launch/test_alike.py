@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanotron.config import get_config_from_dict
-from nanotron.launch.alike import Facts, device_problems, differences, disagreements, facts_of, named, told
+from nanotron.launch import alike
+from nanotron.launch.alike import (
+    Facts,
+    data_disagreements,
+    device_problems,
+    differences,
+    disagreements,
+    facts_of,
+    named,
+    told,
+)
 from nanotron.launch.place import Place
 from nanotron.parallel.agreement import Agreement
 from tests.checkpoint.runs import values_of
@@ -117,3 +128,32 @@ def test_each_rank_needs_a_device_of_its_own_and_all_of_one_kind(devices: list[A
     found = device_problems(devices)
     assert len(found) == len(told)
     assert all(part in line for part, line in zip(told, found, strict=True))
+
+
+def test_the_hosts_are_named_where_there_are_several() -> None:
+    facts = [Facts({"a.b": 1}, ["a.b"], "node1"), Facts({"a.b": 1}, ["a.b"], "node1"), Facts({"a.b": 2}, [], "node2")]
+    assert differences(facts) == ["a.b: 2 on rank 2 (node2), 1 on ranks 0, 1 (node1); give every rank the same config"]
+
+
+def test_other_code_under_the_same_version_is_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = get_config_from_dict(values_of("run"))
+    before = facts_of(config).values
+    (tmp_path / "nanotron/launch").mkdir(parents=True)
+    (tmp_path / "nanotron/launch/alike.py").write_text("# another state of the same version")
+    monkeypatch.setattr(alike, "__file__", str(tmp_path / "nanotron/launch/alike.py"))
+    after = facts_of(config).values
+    assert {key for key in before if before[key] != after[key]} == {"version of nanotron's code"}
+
+
+def compare_data(rank: int, world: int, fingerprints: list[dict[str, Any]]) -> list[str]:
+    import torch.distributed as dist
+
+    agreement = Agreement("data", rank, world, dist.distributed_c10d._get_default_store())
+    return data_disagreements(agreement, fingerprints[rank])
+
+
+def test_data_that_a_rank_has_otherwise_is_named(pool) -> None:
+    one, other = ({"main": [{"name": "corpus", "size": size, "windows": 64}]} for size in (100, 90))
+    assert pool.run(2, compare_data, [one, one]) == [[], []]
+    line = "data of main[0].size: 100 on rank 0, 90 on rank 1; let every rank read the same files"
+    assert pool.run(2, compare_data, [one, other]) == [[line]] * 2

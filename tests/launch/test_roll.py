@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from nanotron.launch import roll as module
 from nanotron.launch.failures import Failure, verdict
-from nanotron.launch.roll import Roll, claimed
+from nanotron.launch.roll import Beat, Pulse, Roll, claimed
 from tests.local_store import LocalStore
 
 
@@ -83,3 +84,40 @@ def test_a_failure_of_another_rank_is_known_to_all() -> None:
     assert (here.silent(), here.failed()) == ([], False)
     there.claim(failure(1, "own"))
     assert here.failed()
+
+
+def beat(count: int) -> Beat:
+    return Beat(count, "node", "data/feed.py:7 _wait", False, {"step": 3})
+
+
+def test_whoever_gives_no_sign_of_life_is_found_with_those_that_fell_silent_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, now = LocalStore(), [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    rolls, pulse = [Roll(store, rank, 4) for rank in range(4)], Pulse(range(4), silence_s=20)
+    rolls[0].beat(beat(1))
+    assert pulse.look(rolls[0]) == {}, "the others have not begun"
+    last = {0: 99, 1: 99, 2: 10, 3: 12}  # when each is heard of last
+    silences = []
+    for now[0] in range(2, 36, 2):
+        for rank, roll in enumerate(rolls):
+            if now[0] <= last[rank]:
+                roll.beat(beat(int(now[0])))
+        silences.append(pulse.look(rolls[0]))
+    assert silences[:15] == [{}] * 15, "20 s are no silence"
+    assert silences[15] == {2: 22, 3: 20}
+    pulse.begin_again()
+    assert pulse.look(rolls[0]) == {}
+    assert str(rolls[1].beats([2])[2]) == "step 3, at data/feed.py:7 _wait"
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_the_first_failure_and_told_by_one_rank() -> None:
+    store = LocalStore()
+    rolls = [Roll(store, rank, 3) for rank in range(2)]
+    assert not rolls[0].has_lost()
+    assert rolls[0].tell_lost(failure(2, "lost"))
+    assert not rolls[1].tell_lost(failure(0, "lost"))
+    assert rolls[1].has_lost()
+    first, silent = claimed(rolls[1], failure(1, "peer"))
+    assert (first.rank, first.kind, silent) == (2, "lost", [])

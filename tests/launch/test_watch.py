@@ -31,8 +31,8 @@ def be_deaf():
 def ready():
     print("ready", flush=True)
 
-def watched(**place):
-    place = Place(0, 1, 0, 1, **place)
+def watched(world=1, **place):
+    place = Place(0, world, 0, 1, **place)
     peers = Peers(place)
     return peers, module.Watch(place, peers)
 """
@@ -164,3 +164,28 @@ def test_a_child_process_of_a_rank_is_ended_by_a_signal_and_the_rank_is_not_told
     main = "child = os.fork() or time.sleep(60)\n    os.kill(child, signal.SIGTERM)\n    status = os.wait()[1]"
     rank = start(TRAINING.format(grace_s=60, main=main, after="time.sleep(0.3); print(status, told)"))
     assert end_of(rank) == (codes.PREEMPTED, f"{int(signal.SIGTERM)} []\n")
+
+
+TWO = "watched(2)"
+SLOW = """store, be_deaf_to = LocalStore(), lambda *_: time.sleep(60)
+from nanotron.launch import roll
+roll.STORE_WAIT_S = 0.1"""
+
+
+def test_a_rank_whose_peer_gives_no_sign_of_life_says_where_all_were_and_ends() -> None:
+    happens = "other.beat(Beat(1, 'there', 'ops/x.py:1 f', False, {'step': 7})); watch.beat_within(0.2)"
+    rank = start("from nanotron.launch.roll import Beat\n" + LOST.format(happens=happens).replace("watched()", TWO))
+    code, said = end_of(rank)
+    assert code == codes.INTERNAL_ERROR
+    why, silent, other = said.splitlines()  # the last two from standard error
+    assert why == "rank 1 gave no sign of life"
+    assert silent == "rank 1 on there, last heard of: step 7, at ops/x.py:1 f"
+    assert other.startswith("rank 0 on ")
+
+
+def test_a_rank_that_reaches_no_store_is_on_the_machine_that_is_cut_off() -> None:
+    code = LOST.format(happens="watch.beat_within(0.3); store.set = be_deaf_to")
+    code = code.replace("watched()", TWO).replace("store = LocalStore()", SLOW)
+    code, said = end_of(start(code))
+    assert code == codes.INTERNAL_ERROR
+    assert said.startswith("cut off for ")

@@ -9,7 +9,7 @@ TRAP says what, as JSON:
     note                 the file that is told the process ids of all ranks first
     patches              constants for the whole launch: {"nanotron.launch.host:END_GRACE_S": 0.5}
 
-NETNS names the network namespace that it happens in.
+NETNS names the network namespace that it happens in, HOST the host that a rank takes it for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import functools
 import importlib
 import json
 import os
+import runpy
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ def enter(name: str) -> None:
 
 if __name__ == "__main__":
     if "NETNS" in os.environ:
-        enter(os.environ["NETNS"])
+        enter(os.environ.pop("NETNS"))
     if "TRAP" in os.environ:
         arm(json.loads(os.environ["TRAP"]))
     if sys.argv[1:2] == ["nanotron"]:
@@ -79,7 +81,12 @@ if __name__ == "__main__":
 
         del sys.argv[0]
         main()
+    elif sys.argv[1:2] == ["torchrun"]:
+        del sys.argv[0]
+        runpy.run_module("torch.distributed.run", run_name="__main__")
     else:
+        if "HOST" in os.environ:
+            socket.gethostname = lambda: os.environ["HOST"]
         from nanotron.launch.run import run_train
 
         sys.exit(run_train())

@@ -14,6 +14,7 @@ from nanotron.config.compat.retired import TOP_LEVEL, retires
 from nanotron.config.data import DatasetStageArgs, default_stages
 from nanotron.config.document import dump
 from nanotron.config.general import (
+    MOST_RANKS,
     GeneralArgs,
     LoggingArgs,
     MetricsLoggingArgs,
@@ -35,6 +36,7 @@ from nanotron.config.keys import (
 )
 from nanotron.config.model import ModelArgs
 from nanotron.config.training import MuonOptimizerArgs, OptimizerArgs, TokensArgs
+from nanotron.pipeline.schedules import microbatch_unit
 
 
 @section
@@ -63,15 +65,29 @@ class Config:
         fill(self, "data_stages", default_stages())
         folder = self.general.project.replace("$", "_")  # which would begin a variable once it is a path in a file
         fill(self.checkpoints, "checkpoints_path", f"runs/{folder}")
-        if self.tokens.global_batch_size is not None:
-            at_once = self.tokens.micro_batch_size * self.parallelism.dp
-            fill(self.tokens, "batch_accumulation_per_replica", max(1, self.tokens.global_batch_size // at_once))
+        self.fit_to(None)
         scheduler = self.optimizer.learning_rate_scheduler
         length = scheduler.lr_schedule_steps or self.tokens.train_steps
         fill(scheduler, "lr_decay_steps", max(0, length - scheduler.lr_decay_starting_step))
         if isinstance(self.optimizer.optimizer_factory, MuonOptimizerArgs):
             fill(self.optimizer.optimizer_factory, "muon_ns_dtype", self.model.dtype)
         fill(self.model.model_config, "max_position_embeddings", max(self.stage_sequence_lengths))
+
+    def fit_to(self, num_ranks: int | None) -> None:
+        """Settle what follows from the number of launched ranks: dp where it is `auto`, and gradient accumulation.
+
+        dp is then the most replicas that the ranks hold and that divide the global batch; the fewest while that number
+        is not known.
+        """
+        layout, tokens, batch = self.parallelism, self.tokens, self.tokens.global_batch_size
+        if layout.dp is None or was_filled(layout, "dp"):
+            unit = layout.dp_shard or layout.expert_parallel_size
+            most = MOST_RANKS if num_ranks is None else layout.replicas_of(num_ranks)
+            rounds = microbatch_unit(layout.pp_engine, layout.pp) * tokens.micro_batch_size
+            legal = (dp for dp in range(unit, most + 1, unit) if batch is not None and batch % (rounds * dp) == 0)
+            fill(layout, "dp", next(legal, unit) if num_ranks is None else max(legal, default=unit))
+        if batch is not None:
+            fill(tokens, "batch_accumulation_per_replica", max(1, batch // (tokens.micro_batch_size * layout.dp)))
 
     @property
     def stage_sequence_lengths(self) -> list[int]:
@@ -128,6 +144,8 @@ def _plain(value: Any, keep: _Keep) -> Any:
         return value
     kept = {name: info for name, info in fields_of(type(value)).items() if keep(value, name, info)}
     plain = {name: _plain(getattr(value, name), keep) for name in kept}
+    if keep is _was_chosen:
+        plain |= {name: "auto" for name in kept if was_filled(value, name) and kept[name].default is not None}
     return {name: item for name, item in plain.items() if item != {} or kept[name].default_factory is None}
 
 
@@ -143,4 +161,6 @@ def _counts(section: Any, name: str, info: FieldInfo) -> bool:
 def _was_chosen(section: Any, name: str, info: FieldInfo) -> bool:
     """Tell whether a key says something: it marks its section, or is neither derived nor at its default."""
     value = getattr(section, name)
-    return status_of(info).marker or (not was_filled(section, name) and bool(value != _default(info)))
+    if was_filled(section, name):
+        return info.default is not None
+    return status_of(info).marker or bool(value != _default(info))

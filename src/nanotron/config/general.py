@@ -9,6 +9,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from nanotron.config.compat.retired import GENERAL, PARALLELISM, PROFILER, TOKENIZER, retires
 from nanotron.config.keys import (
+    Auto,
     Count,
     Derived,
     Float,
@@ -25,6 +26,8 @@ from nanotron.config.keys import (
     section,
 )
 from nanotron.pipeline.schedules import default_virtual_stages
+
+MOST_RANKS = 2**16
 
 LogLevel = Lower[Literal["debug", "info", "warning", "error", "critical"]]
 
@@ -59,6 +62,13 @@ class GeneralArgs:
         gt=0,
         le=1e7,
     )
+    heartbeat_s: Float = key(
+        10.0,
+        "Every process of a run gives a sign of life several times in so many seconds; one that gives none for twice"
+        " as long (stopped, frozen, cut off) ends the run and is named.",
+        gt=0,
+        le=1e7,
+    )
 
 
 def _schedule_name(value: Any) -> Any:
@@ -89,7 +99,12 @@ Recomputation = Annotated[
 class ParallelismArgs:
     """The layout: how many ranks share what. It changes speed and memory and nothing else."""
 
-    dp: Count = key(1, "Data-parallel replicas of the model.", gt=0)
+    dp: Auto[Count] = key(
+        1,
+        "Data-parallel replicas of the model; `auto`: the most that the launched ranks hold and that divide"
+        " tokens.global_batch_size, ranks beyond them wait as spares.",
+        gt=0,
+    )
     pp: Count = key(1, "Pipeline-parallel ranks: each holds some of the layers, one after another.", gt=0)
     tp: Count = key(1, "Tensor-parallel ranks: each holds a shard of every layer's matrices.", gt=0)
     pp_engine: ScheduleName = key(
@@ -146,6 +161,10 @@ class ParallelismArgs:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.context_parallel_size * self.tp * self.pp
+
+    def replicas_of(self, num_ranks: int) -> int:
+        """How many replicas so many ranks hold."""
+        return num_ranks // (self.context_parallel_size * self.tp * self.pp)
 
     def __str__(self) -> str:
         """As a person reads it: `dp 4 · pp 1 (1f1b) · tp 2 (ALL_REDUCE) · cp 2 (ALL_GATHER) · ep 2`."""

@@ -225,6 +225,12 @@ def _upper(value: Any) -> Any:
     return getattr(value, "name", value).upper() if isinstance(getattr(value, "name", value), str) else value
 
 
+def _auto(value: Any) -> Any:
+    if value is None:
+        raise PydanticKnownError("int_type")
+    return None if isinstance(value, str) and value.lower() == "auto" else value
+
+
 def _expand(value: str) -> str:
     try:
         return expanded(value)
@@ -260,6 +266,8 @@ Count = Annotated[_Whole, AtMost(2**16)]
 Float = Annotated[float, BeforeValidator(_no_boolean)]
 Derived = Annotated[T, _Nullable()]
 Section = Annotated[T, Reads(_empty_section, lambda _: {"type": "null"})]
+Auto = Annotated[Derived[T], Reads(_auto, lambda _: in_any_case(["auto"]))]
+"""`auto` is null: worked out from more than the file says."""
 Lower = Annotated[T, Reads(_lower, choices_in_any_case)]
 Upper = Annotated[T, Reads(_upper, choices_in_any_case)]
 PathOrUrl = Annotated[str, AfterValidator(_expand)]

@@ -192,13 +192,19 @@ def _shards_divide_replicas(config: Config) -> Findings:
 def _batch_has_one_size(config: Config) -> Findings:
     tokens, dp, product = config.tokens, config.parallelism.dp, config.global_batch_size
     asked, at_once = tokens.global_batch_size, tokens.micro_batch_size * config.parallelism.dp
+    if was_filled(config.parallelism, "dp") and asked is None:
+        yield (
+            "parallelism.dp",
+            "auto needs a batch that stays the same: give tokens.global_batch_size in the place of"
+            " batch_accumulation_per_replica",
+        )
     if asked is None or asked == product:
         return
     if was_filled(tokens, "batch_accumulation_per_replica"):
         below = asked // at_once * at_once
         text = (
             f"{asked} is not a multiple of micro_batch_size={tokens.micro_batch_size} · parallelism.dp={dp}; the"
-            f" nearest is {below if 0 < below and asked - below <= at_once // 2 else below + at_once}"
+            f" nearest is {below if below > 0 and asked - below <= at_once // 2 else below + at_once}"
         )
     else:
         text = (

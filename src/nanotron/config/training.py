@@ -36,12 +36,14 @@ class TokensArgs:
     batch_accumulation_per_replica: Derived[Count] = derived(
         "Gradient accumulation: micro-batches per replica and step; a step has micro_batch_size · this · dp samples.",
         "global_batch_size / (micro_batch_size · dp)",
+        examples=[8],
         gt=0,
     )
     global_batch_size: Int | None = key(
         None,
         "Samples per step over all replicas, in the place of batch_accumulation_per_replica: another dp then keeps the"
         " batch and the loss curve. Null: micro_batch_size · batch_accumulation_per_replica · dp.",
+        examples=[256],
         gt=0,
     )
     train_steps: Int = key(1000, "Steps of the whole run.", gt=0)

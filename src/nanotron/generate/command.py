@@ -125,7 +125,7 @@ def _run_rank(ask: Callable[[], Request]) -> int:
     peers = Peers(place)
     try:
         _run(request, place, peers)
-        peers.disband()
+        peers.disband(codes.DONE)
         return codes.DONE
     except ConfigError as mistake:
         code = peers.say_once(str(mistake))

@@ -1,7 +1,9 @@
 """What ranks must have alike before they train: a config without mistakes, the same config and versions. No torch.
 
     every rank     its mistakes and a hash ──► rank 0: nothing is wrong, these mistakes, or the hashes differ
-    if they do     config and versions ──────► rank 0: which key differs, and what each rank has
+    if they do     config, versions, code ───► rank 0: which key differs, and what each rank of which host has
+
+The same question is put to the ranks' data once it is open: data_disagreements.
 
 One round through the store when all is well.
 """
@@ -14,6 +16,7 @@ import platform
 import socket
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.parallel.agreement import Agreement
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from nanotron.config import Config
     from nanotron.launch.place import Place
 
-VERSION_OF = "version of "
+VERSION_OF, DATA_OF = "version of ", "data of "
 SHOWN = 8  # ranks or lines that are listed before the rest is counted
 LONGEST_VALUE = 120
 
@@ -32,6 +35,12 @@ class Facts(NamedTuple):
 
     values: dict[str, Any]
     written: list[str]
+    host: str = ""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the values."""
+        return hashlib.sha256(json.dumps(self.values).encode()).hexdigest()
 
 
 def disagreements(agreement: Agreement, place: Place, config: Config | None, mistakes: Sequence[str]) -> list[str]:
@@ -41,8 +50,7 @@ def disagreements(agreement: Agreement, place: Place, config: Config | None, mis
     which say nothing.
     """
     facts = None if config is None else facts_of(config)
-    digest = facts and hashlib.sha256(json.dumps(facts.values).encode()).hexdigest()
-    account = {"host": socket.gethostname(), "mistakes": list(mistakes), "digest": digest}
+    account = {"host": socket.gethostname(), "mistakes": list(mistakes), "digest": facts and facts.digest}
 
     def judge(accounts: list[Any]) -> dict[str, Any]:
         lines = told(accounts, place.local_world)
@@ -52,6 +60,18 @@ def disagreements(agreement: Agreement, place: Place, config: Config | None, mis
     if answer["differ"]:
         answer["lines"] = agreement.decide("facts", facts, lambda ranks: differences([Facts(*rank) for rank in ranks]))
     return list(answer["lines"])
+
+
+def data_disagreements(agreement: Agreement, fingerprints: Mapping[str, Any]) -> list[str]:
+    """Which data the ranks have different versions of, the same lines on every rank; in one round when it is the same.
+
+    ``fingerprints``: what identifies each source, by data stage.
+    """
+    values = json.loads(json.dumps(_flat({f"{DATA_OF}{stage}": found for stage, found in fingerprints.items()})))
+    facts = Facts(values, [], socket.gethostname())
+    if not agreement.decide("digests", facts.digest, lambda digests: len(set(digests)) > 1):
+        return []
+    return list(agreement.decide("facts", facts, lambda ranks: differences([Facts(*rank) for rank in ranks])))
 
 
 def device_problems(devices: Sequence[tuple[str, str | None]]) -> list[str]:
@@ -79,7 +99,17 @@ def facts_of(config: Config) -> Facts:
     values.pop("general.run", None)
     values[f"{VERSION_OF}python"] = ".".join(platform.python_version_tuple()[:2])
     values |= {f"{VERSION_OF}{package}": version(package) for package in ("nanotron", "torch")}
-    return Facts(json.loads(json.dumps(values, default=str)), list(_flat(config.to_dict(resolved=False))))
+    values[f"{VERSION_OF}nanotron's code"] = _hash_of_code()
+    written = list(_flat(config.to_dict(resolved=False)))
+    return Facts(json.loads(json.dumps(values, default=str)), written, socket.gethostname())
+
+
+def _hash_of_code() -> str:
+    """Of every file of this package: a checkout that somebody works on has one version number all the while."""
+    package, digest = Path(__file__).parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def told(accounts: Sequence[Mapping[str, Any]], local_world: int) -> list[str]:
@@ -114,12 +144,21 @@ def differences(facts: Sequence[Facts]) -> list[str]:
 def _difference(key: str, facts: Sequence[Facts]) -> str:
     """`key: 2 on rank 1, 3 on ranks 0, 2, 3; …`, the rarest value first."""
     holders: dict[str, list[int]] = {}
-    for rank, (values, _) in enumerate(facts):
+    for rank, (values, *_) in enumerate(facts):
         holders.setdefault(json.dumps(values[key]) if key in values else "absent", []).append(rank)
     rarest_first = sorted(holders.items(), key=lambda item: len(item[1]))
-    shown = ", ".join(f"{value[:LONGEST_VALUE]} on {named(ranks)}" for value, ranks in rarest_first)
-    fix = "install the same on every machine" if key.startswith(VERSION_OF) else "give every rank the same config"
+    hosts = [rank.host for rank in facts]
+    shown = ", ".join(f"{value[:LONGEST_VALUE]} on {_of_hosts(ranks, hosts)}" for value, ranks in rarest_first)
+    fixes = {VERSION_OF: "install the same on every machine", DATA_OF: "let every rank read the same files"}
+    fix = next((fix for start, fix in fixes.items() if key.startswith(start)), "give every rank the same config")
     return f"{key}: {shown}; {fix}"
+
+
+def _of_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """`ranks 2, 3 (node7)`; no host where there is only one."""
+    theirs = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    more = f" and {len(theirs) - SHOWN} more hosts" if len(theirs) > SHOWN else ""
+    return named(ranks) + (f" ({', '.join(theirs[:SHOWN])}{more})" if len(set(hosts)) > 1 else "")
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -7,6 +7,7 @@ can say anything. What is left then is ``failures/rank-N.stack``, by the signal'
 
     kind      own      raised by this rank's own work                       first of all, by time
               killed   ended by a signal (only the parent can tell)         alike
+              lost     gives no sign of life (another rank tells)           alike
               timeout  waited too long for a peer                           then the rank that is furthest behind
               peer     lost its connection to a peer                        last
 """
@@ -32,7 +33,7 @@ from pydantic import TypeAdapter
 from nanotron.parallel.store import LostPeers, LostStore
 from nanotron.untrusted import checked, parse_json
 
-KINDS = ("own", "killed", "timeout", "peer")
+KINDS = ("own", "killed", "lost", "timeout", "peer")
 STACK_SIGNAL = signal.SIGQUIT
 """A rank that gets it prints the stack of each of its threads and goes on."""
 SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\] ")  # of torch's own sources
@@ -94,7 +95,7 @@ def first_of(failures: Iterable[Failure]) -> Failure | None:
 
     def order(failure: Failure) -> tuple[int, float, float]:
         behind = float(failure.where.get("step", 0)) if failure.kind == "timeout" else 0.0
-        return max(0, KINDS.index(failure.kind) - 1), behind, failure.when
+        return max(0, KINDS.index(failure.kind) - 2), behind, failure.when
 
     return min(failures, key=order, default=None)
 

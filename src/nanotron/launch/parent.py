@@ -50,7 +50,7 @@ def train(
     live = not plain and sys.stdout.isatty()
     earlier = read_failures(run_dir)
     importlib.import_module("nanotron.training.trainer")  # once, for all ranks that are forked
-    workers = start_workers(config.parallelism.world_size, argv, piped=live, entry=run_train)
+    workers = start_workers(nproc or config.parallelism.world_size, argv, piped=live, entry=run_train)
     if stop_signals is not None:
         stop_signals.workers = workers
     with _shown(config, tail, workers) as refresh:

@@ -11,8 +11,12 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 import time
+import uuid
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from nanotron.config import Config
 
 SAY_WAIT_S = 5.0
+SPARE_LOOK_S = 1.0
 OTHERS_WAIT_S = 1.0  # for rank 0 to have said a mistake that every rank found
 
 
@@ -39,8 +44,10 @@ class Peers:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self._store: Store | None = None
         self._groups_store: Store | None = None
         self._said: BoundedStore | None = None
+        self._num_spares = 0
         self._agreement = Agreement("launch", 0, 1, None)
         self.roll: Roll | None = None
         self.training_store: Store | None = None
@@ -57,12 +64,17 @@ class Peers:
         if place.world == 1 or self.training_store is not None:
             return
         is_holder = place.rank == 0 and not place.launched  # a launcher holds its own
-        store = _hold_store(place.port, timeout_s) if is_holder else _reach_store(place.address, place.port, timeout_s)
-        self._groups_store = PrefixStore("groups", store)
+        hold = is_holder and _hold_store(place.port, timeout_s)
+        store: Store = hold or _reach_store(place.address, place.port, timeout_s)
         # a connection of its own: the main thread's may be in a wait
-        told = PrefixStore("launch", _reach_store(place.address, place.port, timeout_s))
+        told: Store = _reach_store(place.address, place.port, timeout_s)
+        if place.restartable:
+            start = _name_of_start(BoundedStore(told, timeout_s), place, timeout_s)
+            store, told = PrefixStore(start, store), PrefixStore(start, told)
+        self._groups_store, told = PrefixStore("groups", store), PrefixStore("launch", told)
         self.roll, self._said = Roll(told, place.rank, place.world), BoundedStore(told, STORE_WAIT_S)
         self._agreement = Agreement("launch", place.rank, place.world, store, timeout_s=timeout_s)
+        self._store = store
         own = _hold_store(0, timeout_s) if place.rank == 0 else None
         where = None if own is None else [_own_address(place), own.port]
         address, port = self._agreement.decide("the ranks' own store", where, lambda places: places[0])
@@ -80,7 +92,7 @@ class Peers:
             backend,
             store=self._groups_store,
             rank=self._place.rank,
-            world_size=self._place.world,
+            world_size=self._place.world - self._num_spares,
             timeout=timeout,
             device_id=None if device.type == "cpu" else device,
         )
@@ -93,8 +105,34 @@ class Peers:
         """Rank 0's value, on every rank."""
         return str(self._agreement.decide(topic, value, lambda values: values[0]))
 
-    def disband(self) -> None:
-        """Take the process groups down, where there are any, once every rank is done."""
+    def leave_spares(self, world: int) -> Place:
+        """This rank's place in a run of the first ``world`` ranks, which are all that agree from here on."""
+        self._num_spares = self._place.world - world
+        if self._num_spares:
+            rank = self._place.rank
+            self._agreement = Agreement("run", rank, world, self._store, timeout_s=self._agreement.timeout_s)
+        return replace(self._place, world=world)
+
+    def wait_as_spare(self, was_told: Callable[[], bool]) -> int:
+        """Wait for the end of the run, as a rank that it has no use for; returns its exit code.
+
+        A spare that is told to stop leaves as one that has saved: it has nothing to lose.
+        """
+        assert self._said is not None
+        while not was_told():
+            with suppress(LostPeers):  # the watch notices
+                if self._said.check(["mistake/said"]):
+                    self._said.add("mistake/heard", 1)
+                    return codes.USER_MISTAKE
+                if self._said.check(["ended"]):
+                    code = int(self._said.get("ended"))
+                    self._said.add("heard", 1)
+                    return code
+            time.sleep(SPARE_LOOK_S)
+        return codes.PREEMPTED
+
+    def disband(self, code: int) -> None:
+        """Take the process groups down, where there are any, once every rank is done; tell spares of the end."""
         if self.training_store is None:
             return
         import torch.distributed as dist
@@ -102,6 +140,17 @@ class Peers:
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+        if self._place.rank > 0 or not self._num_spares or self._said is None:
+            return
+        deadline = time.monotonic() + SAY_WAIT_S
+        with suppress(LostPeers):
+            self._said.set("ended", str(code))
+            while self._said.add("heard", 0) < self._num_spares and time.monotonic() < deadline:
+                time.sleep(0.05)
+
+    def forget(self) -> None:
+        """Ask the launcher's store nothing more: it does not answer."""
+        self.roll = self._said = None
 
     # ------------------------------------------------------------ who says what
 
@@ -147,6 +196,40 @@ class Peers:
             return self._said is not None and self._said.add("mistake/finders", 0) > 0
         except LostPeers:
             return False
+
+
+def _name_of_start(store: BoundedStore, place: Place, timeout_s: float) -> str:
+    """A name that this start's ranks have in common and no other start's: torchrun's store outlives them all.
+
+    Rank 0 chooses it and tells whoever greets. It may find an earlier start's greeting, whose answer nobody reads, so
+    it looks again until the last rank is there.
+    """
+    own = uuid.uuid4().hex
+    if place.rank == 0:
+        threading.Thread(target=_welcome, args=(store, own, place.world), daemon=True, name="welcome").start()
+        return own
+    store.set(f"greeting/{place.rank}", own)
+    deadline = time.monotonic() + timeout_s
+    while not store.check([f"welcome/{own}"]):
+        if time.monotonic() > deadline:
+            raise LostPeers(f"rank 0 did not greet within {timeout_s:g} s", [0])
+        time.sleep(0.02)
+    name = store.get(f"welcome/{own}").decode()
+    store.set(f"{name}/greeted/{place.rank}", "")
+    return name
+
+
+def _welcome(store: BoundedStore, name: str, world: int) -> None:
+    awaited, answered = set(range(1, world)), set[bytes]()
+    with suppress(LostPeers):
+        while awaited:
+            for rank in sorted(awaited):
+                if store.check([f"{name}/greeted/{rank}"]):
+                    awaited.discard(rank)
+                elif store.check([f"greeting/{rank}"]) and (own := store.get(f"greeting/{rank}")) not in answered:
+                    store.set(f"welcome/{own.decode()}", name)
+                    answered.add(own)
+            time.sleep(0.02)
 
 
 def _hold_store(port: int, timeout_s: float) -> TCPStore:

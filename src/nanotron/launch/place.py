@@ -31,6 +31,8 @@ class Place:
     port: int = 0
     launched: bool = False
     """Whether a launcher watches over this process and holds the store at that address: torchrun, or our own."""
+    restartable: bool = False
+    """Whether the launcher may start the ranks again, more or fewer of them, around one store: torchrun."""
 
     @property
     def num_nodes(self) -> int:
@@ -59,6 +61,7 @@ class Place:
             address=environment.get("MASTER_ADDR", ""),
             port=numbers.read("MASTER_PORT", 0, least=1, most=65535) if world > 1 else 0,
             launched=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restartable="TORCHELASTIC_RUN_ID" in environment,
         )
         if numbers.problems:
             raise ConfigError(numbers.problems)

@@ -2,6 +2,8 @@
 
     roll/called            some rank wants to know who is still there
     roll/<rank>            that rank's watch has answered: it is neither dead nor stopped nor cut off
+    beat/<rank>            its last sign of life, of several in ``general.heartbeat_s``, as JSON: where its main thread
+                           is
     failure/<kind>         the first failure of each kind, as JSON
     failure/of/<rank>      that rank has failed, and says so
     failure/silent         the ranks that said nothing when the first failure's rank called the roll, as JSON
@@ -13,8 +15,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from nanotron.launch.failures import KINDS, Failure
 from nanotron.parallel.store import BoundedStore, LostPeers, Store
@@ -22,6 +25,44 @@ from nanotron.parallel.store import BoundedStore, LostPeers, Store
 STORE_WAIT_S = 5.0
 CLAIM_WAIT_S = 1.0  # how long a rank that lost a peer, or waited in vain, waits for that peer's own account
 ROLL_WAIT_S = 4.0  # watches look about once a second
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life: a count, and where a rank's main thread is (``waits``: for others)."""
+
+    count: int
+    host: str
+    at: str
+    waits: bool
+    where: dict[str, Any]
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{name} {value}" for name, value in self.where.items())
+        return f"{what}, " * bool(what) + ("waits at " if self.waits else "at ") + self.at
+
+
+class Pulse:
+    """Which of some ranks have given no sign of life for too long, as one of them sees it."""
+
+    def __init__(self, ranks: Sequence[int], silence_s: float) -> None:
+        self._ranks, self.silence_s = ranks, silence_s
+        self._beats: dict[int, Beat] = {}
+        self._new_at: dict[int, float] = {}  # rank -> when its beat was last seen to be another one, monotonic
+
+    def look(self, roll: Roll) -> dict[int, float]:
+        """Rank -> seconds of its silence, when one is silent for too long: of all that are for half of that."""
+        now, before = time.monotonic(), self._beats
+        self._beats = roll.beats(self._ranks)
+        for rank, beat in self._beats.items():
+            if rank not in before or beat.count != before[rank].count:
+                self._new_at[rank] = now
+        silences = {rank: now - at for rank, at in self._new_at.items() if now - at > self.silence_s / 2}
+        return silences if any(silence > self.silence_s for silence in silences.values()) else {}
+
+    def begin_again(self) -> None:
+        """Forget how long others have been silent: this process was stopped itself, perhaps together with them."""
+        self._new_at = dict.fromkeys(self._new_at, time.monotonic())
 
 
 class Roll:
@@ -48,6 +89,25 @@ class Roll:
     def silent(self) -> list[int]:
         """The ranks that have not answered."""
         return self._without("roll")
+
+    def beat(self, beat: Beat) -> None:
+        """Give a sign of life."""
+        self._store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
+
+    def beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
+        """The last sign of life of these ranks, all or none: those of a run that begins are not there yet."""
+        keys = [f"beat/{rank}" for rank in ranks]
+        found = self._store.multi_get(keys) if self._store.check(keys) else []
+        return {rank: Beat(**json.loads(text)) for rank, text in zip(ranks, found, strict=False)}
+
+    def tell_lost(self, lost: Failure) -> bool:
+        """Tell the failure of a rank that cannot; whether this rank was the first to do so."""
+        told = json.dumps(asdict(lost))
+        return self._store.compare_set("failure/lost", "", told) == told.encode()
+
+    def has_lost(self) -> bool:
+        """Whether some rank was found to give no sign of life."""
+        return self._store.check(["failure/lost"])
 
     def failed(self) -> bool:
         """Whether some other rank has failed: the run cannot go on."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -108,8 +109,17 @@ def run_train(argv: Sequence[str] | None = None) -> int:
         if found or config is None:
             return peers.say_known(found)
         config.general.run = peers.agree_on("run", config.general.run)  # its date may differ by a second
-        return _train(config, place, peers, watch, notices, allow_data_change=arguments.allow_data_change)
+        world = config.parallelism.world_size
+        if place.rank >= world:
+            return _wait_as_spare(config, peers, watch)
+        if world < place.world:
+            dp, spares = config.parallelism.dp, place.world - world
+            notices.append(f"parallelism.dp: auto is {dp}; of {place.world} ranks {spares} wait as spares")
+        allowed = arguments.allow_data_change
+        return _train(config, peers.leave_spares(world), peers, watch, notices, allow_data_change=allowed)
 
+    if config is not None:
+        watch.beat_within(config.general.heartbeat_s)
     watch.begin()
     return _to_the_end(work, None if config is None else run_directory(config), place, peers, watch)
 
@@ -147,7 +157,7 @@ def _to_the_end(work: Callable[[], int], run_dir: Path | None, place: Place, pee
     try:
         code = work()
         watch.end(code)
-        peers.disband()
+        peers.disband(code)
         return code
     except ConfigError as mistake:
         watch.end(codes.USER_MISTAKE)
@@ -161,6 +171,13 @@ def _to_the_end(work: Callable[[], int], run_dir: Path | None, place: Place, pee
     if place.world > 1:  # groups cannot be taken down with the others: their destructors would wait for lost peers
         leave_now(code)
     return code
+
+
+def _wait_as_spare(config: Config, peers: Peers, watch: Watch) -> int:
+    """Wait outside every group, ready for the launcher to start the ranks anew without one that was lost."""
+    told = threading.Event()
+    with watch.training(told.set, grace_s=config.checkpoints.preempt_grace_s + SAVE_MARGIN_S):
+        return peers.wait_as_spare(told.is_set)
 
 
 def _train(

@@ -9,6 +9,11 @@ The launcher's end, however it came, is a signal to stop. So is the end of its s
 When others are gone, this rank cannot go on either: it is ended if it does not notice by itself, which it cannot while
 it waits for them through the store.
 
+The thread also gives signs of life, with the place where the main thread is, and looks for those of others: rank 0 for
+everyone's, everyone for rank 0's. A process that is stopped or frozen gives none, and nothing else tells of a link that
+is down. A rank that cannot reach the store for as long is on the machine that is cut off: it ends, and its launcher,
+which would wait a quarter of an hour, with it.
+
 The thread learns of a signal through a pipe that the interpreter's own handler writes to, so it hears of it also while
 the main thread is in a call that would hear nothing.
 """
@@ -18,21 +23,30 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
-from nanotron.errors import complain
+from nanotron.errors import complain, shorten
 from nanotron.launch import codes
+from nanotron.launch.alike import named
+from nanotron.launch.failures import Failure
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place
+from nanotron.launch.roll import Beat, Pulse, Roll
 from nanotron.launch.signals import forget_stop_signals
 from nanotron.parallel.store import LostPeers, LostStore
 
 LOOK_S = 1.0
+BEATS = 4  # signs of life in general.heartbeat_s
+SHOWN = 32  # ranks whose last actions are printed; all of them are on record
+LAUNCHER_END_S = 2.0
+WAITING = ("parallel/", "pipeline/transport.py", "launch/peers.py")
 LAST_WORDS_S = 10.0  # for ranks to answer the roll, and for this one to notice by itself that others are gone
 
 
@@ -43,6 +57,7 @@ class Watch:
         self._peers = peers
         self.record: Callable[[str], int] = lambda why: codes.INTERNAL_ERROR
         """Puts on record why this rank is ended, says it, and returns the exit code."""
+        self._world, self._num_nodes = place.world, place.num_nodes
         self._rank, self._launcher = place.rank, os.getppid() if place.launched else None
         self._phase, self._code = "holding", codes.INTERNAL_ERROR
         self._wish: Callable[[], None] = lambda: None
@@ -51,6 +66,11 @@ class Watch:
         self._told_at = self._entered_at = 0.0  # on the monotonic clock
         self._called = self._alone = False
         self._lost_since: float | None = None
+        self._where: Callable[[], dict[str, Any]] = dict
+        self._heartbeat_s, self._next_beat, self._num_beats = 10.0, 0.0, 0
+        self._heard_at = self._looked_at = time.monotonic()  # from the store; at whether others live
+        self._is_cut_off = False
+        self._pulse = Pulse(range(place.world) if place.rank == 0 else [0], 2 * self._heartbeat_s)
         self._lock = threading.Lock()  # of the phase: nobody is ended while it becomes another one
         self._signals = _hear_signals()
         threading.Thread(target=self._run, daemon=True, name="watch").start()
@@ -61,15 +81,25 @@ class Watch:
         """From here on a signal to stop ends this rank at once, also one that came before."""
         self._enter("starting")
 
+    def beat_within(self, heartbeat_s: float) -> None:
+        """Let signs of life be as frequent as the config says."""
+        self._heartbeat_s = heartbeat_s
+        self._pulse.silence_s = 2 * heartbeat_s
+
     @property
     def was_told(self) -> bool:
         """Whether a request to stop has come."""
         return bool(self._told)
 
     @contextmanager
-    def training(self, wish: Callable[[], None], *, grace_s: float) -> Iterator[None]:
-        """While the block lasts a signal to stop calls ``wish``; ``grace_s`` later the rank is ended."""
-        self._wish, self._grace_s = wish, grace_s
+    def training(
+        self, wish: Callable[[], None], where: Callable[[], dict[str, Any]] = dict, *, grace_s: float
+    ) -> Iterator[None]:
+        """While the block lasts a signal to stop calls ``wish``; ``grace_s`` later the rank is ended.
+
+        ``where`` says which stage, step and action the rank is at.
+        """
+        self._wish, self._where, self._grace_s = wish, where, grace_s
         self._enter("training")
         try:
             yield
@@ -97,14 +127,19 @@ class Watch:
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._alone = True
                 self._tell("the launcher's end")
-            lost = self._others_lost()
+            lost = self._heart_stops() or self._others_lost()
             with self._lock:
                 self._follow()
                 ends = bool(lost) and self._phase in ("starting", "training")
                 if ends:
                     self._phase = "ending"
             if ends:
+                if self._is_cut_off:
+                    self._peers.forget()
+                    threading.Timer(LAST_WORDS_S, leave_now, [codes.INTERNAL_ERROR]).start()  # its disk may be, too
                 code = self.record(lost)
+                if self._is_cut_off and self._launcher is not None:
+                    _end_launcher(self._launcher)
                 leave_now(codes.PREEMPTED_UNSAVED if self._told else code)
 
     def _tell(self, by: str) -> None:
@@ -132,6 +167,50 @@ class Watch:
             with suppress(OSError):
                 complain(f"rank {self._rank}: {why}")
         leave_now(codes.PREEMPTED_UNSAVED)
+
+    def _heart_stops(self) -> str:
+        """Give a sign of life and look for others' when it is time; why the run is over, "" while it is not."""
+        roll, now = self._peers.roll, time.monotonic()
+        if roll is None or self._alone or now < self._next_beat:
+            return ""
+        if now - self._looked_at > self._pulse.silence_s:  # this process was stopped, or its machine
+            self._pulse.begin_again()
+            self._heard_at = now
+        self._next_beat = now + self._heartbeat_s / BEATS
+        self._num_beats += 1
+        try:
+            at, waits = _main_thread_at()
+            roll.beat(Beat(self._num_beats, socket.gethostname(), at, waits, self._where()))
+            if self._phase not in ("starting", "training"):
+                return ""
+            if roll.has_lost():
+                return "another rank gave no sign of life"
+            silent = self._pulse.look(roll)
+            self._heard_at = time.monotonic()
+            return self._tell_lost(roll, silent) if silent and not roll.failed() else ""
+        except LostStore:
+            return ""  # noticed where the roll is answered
+        except LostPeers as error:
+            silence = time.monotonic() - self._heard_at
+            self._is_cut_off = self._num_nodes > 1 and silence > self._pulse.silence_s
+            return f"cut off for {silence:.0f} s, or the machine of the store is frozen ({error})" * self._is_cut_off
+        finally:
+            self._looked_at = time.monotonic()
+
+    def _tell_lost(self, roll: Roll, silent: Mapping[int, float]) -> str:
+        """Name the first rank that gives no sign of life, and say where every rank was last, the silent ones first."""
+        beats = roll.beats(range(self._world))
+        rank, seconds = min(silent), max(silent.values())
+        lines = [f"rank {rank} on {beats[rank].host}, last heard of: {beats[rank]}" for rank in silent]
+        lines += [f"rank {rank} on {beat.host}: {beat}" for rank, beat in beats.items() if rank not in silent]
+        others = f", nor of {named(sorted(silent)[1:])}" if len(silent) > 1 else ""
+        error = f"no sign of life for {seconds:.0f} s (stopped, frozen or cut off){others}"
+        where = {**beats[rank].where, "at": beats[rank].at}
+        lost = Failure(rank, "lost", error, host=beats[rank].host, where=where, traceback="\n".join(lines))
+        if roll.tell_lost(lost):
+            with suppress(OSError):
+                complain(*shorten(lines, SHOWN))
+        return f"{named([*silent])} gave no sign of life"
 
     def _others_lost(self) -> str:
         """Why this rank cannot go on, once it has had time to notice by itself; "" while it can."""
@@ -163,6 +242,28 @@ class Watch:
             return "another rank has failed"
         silent = roll.silent() if self._told else []
         return f"rank {', '.join(map(str, silent))} does not answer" if silent else ""
+
+
+def _main_thread_at() -> tuple[str, bool]:
+    """Which line of ours the main thread is at, as `data/feed.py:210 _wait`, and whether it waits for others there."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        folder, _, path = frame.f_code.co_filename.rpartition("/nanotron/")
+        if folder:
+            return f"{path}:{frame.f_lineno} {frame.f_code.co_name}", path.startswith(WAITING)
+        frame = frame.f_back
+    return "its end", False
+
+
+def _end_launcher(process: int) -> None:
+    """End a launcher on a machine that is cut off: asked to, it would first finish a call that takes 15 minutes."""
+    with suppress(OSError):
+        os.kill(process, signal.SIGTERM)
+        deadline = time.monotonic() + LAUNCHER_END_S
+        while os.getppid() == process and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if os.getppid() == process:
+            os.kill(process, signal.SIGKILL)
 
 
 def leave_now(code: int) -> None:

@@ -1,5 +1,8 @@
 """Names of a row's columns that several parts know."""
 
+LAYOUT = "layout"
+"""In the first row, and in those from which on it is another one."""
+
 TIME_MS = "time_per_iteration_ms"
 VALIDATION_MS, SAVING_MS = "validation_ms", "saving_ms"
 APART = (VALIDATION_MS, SAVING_MS)

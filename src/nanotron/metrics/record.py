@@ -11,6 +11,7 @@ from nanotron.metrics.columns import (
     EXPERT_LOAD,
     FULLEST_RANK,
     FULLEST_RANK_GIB,
+    LAYOUT,
     MEDIAN_RANK_MS,
     SLOWEST_RANK,
     SLOWEST_RANK_MS,
@@ -69,6 +70,7 @@ class Metrics:
         self._failing: set[Sink] = set()
         self._spikes = LossSpikes()
         self._experts: ExpertUse | None = None
+        self._layout, self._layout_before = layout_text(mesh.layout()), ""
         if mesh.rank == 0:
             if config.model.model_config.sparse_layers:
                 self._experts = ExpertUse(config, run_dir, start_step)
@@ -76,6 +78,7 @@ class Metrics:
                 (run_dir / LOADS_FILE).unlink(missing_ok=True)
             for row in read_rows(run_dir / "metrics.jsonl"):  # a resumed run warns as one that never stopped
                 self._spikes.add(row["step"], row["lm_loss"], row.get("stage", ""))
+                self._layout_before = row.get(LAYOUT, self._layout_before)
 
     def log(
         self, step: int, values: Mapping[str, float | int | str], vectors: Mapping[str, Sequence[float]] | None = None
@@ -90,6 +93,8 @@ class Metrics:
         row = self._row(step, values, work)
         experts = self._experts.step(step, vectors) if self._experts and vectors else None
         row |= experts.columns if experts else {}
+        if self._layout != self._layout_before:
+            row[LAYOUT] = self._layout_before = self._layout
         for sink in self._sinks:
             self._attempt(sink, lambda sink=sink: sink.write(step, row))  # type: ignore[misc]
         last_step = self._config.tokens.last_step
@@ -179,6 +184,11 @@ def step_line(row: Mapping[str, Any], *, train_steps: int, batch_tokens: int, et
     parts["memory_gib"] = human_format(row["memory_gib"])
     parts["eta"] = human_duration(eta)
     return " | ".join(f"{key}: {value}" for key, value in parts.items())
+
+
+def layout_text(layout: Mapping[str, int]) -> str:
+    """`dp 4 · tp 2`: the axes of more than one rank."""
+    return " · ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
 
 
 def work_line(row: Mapping[str, Any], mesh: Mesh) -> str:

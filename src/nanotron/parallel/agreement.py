@@ -32,7 +32,7 @@ class Agreement:
 
     def __init__(self, topic: str, rank: int, world: int, store: Store | None, *, timeout_s: float = 600.0) -> None:
         assert store is not None or world == 1, "several ranks need a store to agree through"
-        self.rank, self.world, self._timeout_s = rank, world, timeout_s
+        self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self._answered: list[str] = []
         if store is not None:
             self._store = BoundedStore(store, timeout_s)
@@ -73,7 +73,7 @@ class Agreement:
 
     def _give_signs(self, doing: str, ended: threading.Event) -> None:
         began, said = time.monotonic(), 0
-        while not ended.wait(min(self._timeout_s / SIGNS_PER_TIMEOUT, SAY_S)):
+        while not ended.wait(min(self.timeout_s / SIGNS_PER_TIMEOUT, SAY_S)):
             seconds = time.monotonic() - began
             if doing and seconds // SAY_S > said:
                 said = int(seconds // SAY_S)
@@ -113,7 +113,7 @@ class Agreement:
         pause = POLL_S[0]
         while not self._store.check(list(keys.values())):
             now = time.monotonic()
-            if now - looked > self._timeout_s / SIGNS_PER_TIMEOUT:
+            if now - looked > self.timeout_s / SIGNS_PER_TIMEOUT:
                 looked = now
                 if self.rank == 0:
                     self._sign()
@@ -123,10 +123,10 @@ class Agreement:
                     rank: signs[rank] if rank in signs and signs[rank][0] == count else (count, now if signs else began)
                     for rank, count in counts.items()
                 }
-                silent = [rank for rank, (_, since) in signs.items() if now - since > self._timeout_s]
+                silent = [rank for rank, (_, since) in signs.items() if now - since > self.timeout_s]
                 if silent:
                     who = ", ".join(map(str, silent))
-                    raise LostPeers(f"rank {who} did not answer within {self._timeout_s:g} s", silent)
+                    raise LostPeers(f"rank {who} did not answer within {self.timeout_s:g} s", silent)
             time.sleep(pause)
             pause = min(2 * pause, POLL_S[1])
 

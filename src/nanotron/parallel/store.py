@@ -20,6 +20,7 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def check(self, keys: list[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
     def add(self, key: str, amount: int, /) -> int: ...
@@ -41,7 +42,8 @@ class LostStore(LostPeers):
 class BoundedStore:
     """A store whose calls end within ``timeout_s``. Raises LostPeers then, and LostStore when the connection breaks.
 
-    ``get`` is for keys that are there: it would hold the connection against every other thread of this rank.
+    ``get`` and ``multi_get`` are for keys that are there: they would hold the connection against every other thread of
+    this rank.
     """
 
     def __init__(self, store: Store, timeout_s: float) -> None:
@@ -53,6 +55,9 @@ class BoundedStore:
 
     def get(self, key: str, /) -> bytes:
         return bytes(self._make(self._store.get, key))
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        return list(self._make(self._store.multi_get, keys))
 
     def check(self, keys: list[str], /) -> bool:
         return bool(self._make(self._store.check, keys))

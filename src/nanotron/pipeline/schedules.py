@@ -283,6 +283,11 @@ def schedule_problems(name: str, ranks: int, virtual_stages: int, microbatches: 
     return problems
 
 
+def microbatch_unit(name: str, ranks: int) -> int:
+    """What the number of a step's microbatches has to be a multiple of."""
+    return ranks if name in _BUILT_IN and _BUILT_IN[name].in_rounds else 1
+
+
 def forward_only(schedule: Schedule) -> Schedule:
     """The same placement, forwards only, for any number of microbatches: as many at a time as there are ranks."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from nanotron.logging import human_duration, human_format
-from nanotron.metrics.columns import APART, MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS, TIME_MS
+from nanotron.metrics.columns import APART, LAYOUT, MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS, TIME_MS
+from nanotron.metrics.record import layout_text
 from nanotron.report.experts import expert_lines
 from nanotron.report.run import RunFiles
 
@@ -35,7 +37,7 @@ def facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "memory, at most", f"{human_format(max(_numbers(run, 'memory_gib')))} GiB"
     layout = run.environment.get("layout", {})
     if layout:
-        yield "layout", " · ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
+        yield "layout", layout_text(layout)
     if run.environment.get("device"):
         yield "device", str(run.environment["device"])
 
@@ -52,6 +54,9 @@ def health(run: RunFiles) -> Iterator[tuple[str, bool]]:
             yield f"… and {len(lines) - MOST_LINES} more like the last", True
     if not (failures or bad or spikes):
         yield "no failure, no loss spike, every loss and gradient norm finite", False
+    layouts = [(row["step"], row[LAYOUT]) for row in run.rows if LAYOUT in row]
+    for (_, before), (step, after) in pairwise(layouts):
+        yield f"from step {step} on: {after}; before: {before}", False
     yield from expert_lines(run.expert_loads)
     looks = (SLOWEST_RANK, SLOWEST_RANK_MS, MEDIAN_RANK_MS)
     slow = [row for row in run.rows if all(row.get(key) is not None for key in looks)]

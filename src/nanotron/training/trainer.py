@@ -19,7 +19,9 @@ from nanotron.data.feed import Feed, StepData
 from nanotron.data.order.changes import order_changes
 from nanotron.data.sources.fingerprint import fingerprint_changes
 from nanotron.data.sources.stream import EndOfData
+from nanotron.errors import ConfigError
 from nanotron.launch import codes
+from nanotron.launch.alike import data_disagreements
 from nanotron.launch.folder import on_rank_0, run_directory
 from nanotron.logging import get_logger
 from nanotron.metrics.columns import SAVING_MS, VALIDATION_MS
@@ -28,6 +30,7 @@ from nanotron.metrics.record import Metrics
 from nanotron.metrics.step_clock import StepClock, StepTime
 from nanotron.ops.fused import seconds_compiling
 from nanotron.optim.lr import learning_rate
+from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.store import Store
 from nanotron.pipeline.trace import recorder
@@ -50,14 +53,17 @@ def train(
     store: Store | None = None,
     allow_data_change: bool = False,
     before_training: Callable[[], None] = lambda: None,
-    stoppable: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda stop: nullcontext(),
+    stoppable: Callable[[Callable[[], None], Callable[[], dict[str, Any]]], AbstractContextManager[None]] = (
+        lambda stop, where: nullcontext()
+    ),
 ) -> int:
     """Run the training that ``config`` describes on this rank; the same call on all ranks.
 
     ``mesh`` has its groups; ``store`` is the one through which all ranks agree (None for one process);
     ``before_training`` is called when it is known that a step is left to train; the loop runs in what ``stoppable``
-    makes of the function that asks it to save and stop. Returns the exit code. Raises ConfigError for what only now
-    shows to be a mistake, such as a checkpoint of another model, and LostPeers for ranks that a save waits for in vain.
+    makes of the functions that ask it to save and stop, and where it is. Returns the exit code. Raises ConfigError for
+    what only now shows to be a mistake, such as a checkpoint of another model, and LostPeers for ranks that a save
+    waits for in vain.
     """
     training = Training(config, mesh, device)
     start = init_or_resume(training, config, mesh, store)
@@ -67,7 +73,7 @@ def train(
     before_training()
     if config.model.compile:
         logger.info("compiling in the first step, and again where sequences become longer or shorter")
-    feed = _open_feed(config, mesh, device, start, allow_data_change=allow_data_change)
+    feed = _open_feed(config, mesh, device, start, store, allow_data_change=allow_data_change)
     open_metrics = partial(Metrics, config, mesh, run_directory(config), device=device, start_step=start.step)
     metrics = on_rank_0("metrics", open_metrics, config, mesh, store) or open_metrics()
     checkpoints = config.checkpoints
@@ -89,7 +95,7 @@ def train(
         if config.profiler is not None and config.profiler.pipeline_trace is not None:
             steps = config.profiler.pipeline_trace.steps
             run.traced = recorder(training.pipeline, mesh, steps, run_directory(config) / "traces")
-        with stoppable(run.stop), _located(run), profiler as run.after_step:
+        with stoppable(run.stop, run.where), _located(run), profiler as run.after_step:
             return run.to_the_end()
     finally:
         feed.close()
@@ -97,14 +103,26 @@ def train(
 
 
 def _open_feed(
-    config: Config, mesh: Mesh, device: torch.device, start: StartingPoint, *, allow_data_change: bool
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    start: StartingPoint,
+    store: Store | None,
+    *,
+    allow_data_change: bool,
 ) -> Feed:
-    """The data from where the run starts on; raises ConfigError where it would not go on as the checkpoint's did."""
+    """The data from where the run starts on, the same for every rank.
+
+    Raises ConfigError where it is not, or would not go on as the checkpoint's did.
+    """
     allowed: list[str] = []
     if start.state is not None and start.config is not None:
         changes = order_changes(start.config, config.to_dict(), start.state["consumed"], start.state["streams"])
         allowed += check_data(changes, allow_change=allow_data_change)
     feed = Feed(config, mesh, device=device, state=start.state)
+    agreement = Agreement("data", mesh.rank, mesh.world, store, timeout_s=config.general.timeout_s)
+    if problems := data_disagreements(agreement, feed.fingerprints()):
+        raise ConfigError(problems)
     if start.state is not None:
         changes = fingerprint_changes(start.state["data"], feed.fingerprints())
         allowed += check_data(changes, allow_change=allow_data_change)
@@ -153,6 +171,11 @@ class Run:
     def stop(self) -> None:
         """Ask for a save and the end of the run after the current step; from any thread."""
         self.preempted = True
+
+    def where(self) -> dict[str, Any]:
+        """Where this rank is: what is told of it when it fails, or no longer tells."""
+        action = self.training.pipeline.current_action
+        return {"stage": self.mesh.coord("pp"), "step": self.step + 1, "action": action}
 
     def to_the_end(self) -> int:
         """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
@@ -330,6 +353,5 @@ def _located(run: Run) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        where = {"stage": run.mesh.coord("pp"), "step": run.step + 1, "action": run.training.pipeline.current_action}
-        error.where = where  # type: ignore[attr-defined]
+        error.where = run.where()  # type: ignore[attr-defined]
         raise

@@ -1,0 +1,162 @@
+"""Two hosts, root only: network namespaces with a link between them, a torchrun and two ranks on each.
+
+Whatever happens to one host, both end in seconds and leave no process behind, a line names who it was and where, and
+the same command goes on to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanotron.launch import codes
+from tests.checkpoint.runs import different, metrics_of, values_of
+from tests.commands import Command
+from tests.torture.links import ADDRESS, Machine, num_steps, two_machines, why_not
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"needs two network namespaces: {why_not()}")
+HEARTBEAT_S = 5.0
+NAMED_WITHIN_S = 30.0
+STEPS, INTERVAL = 40, 2
+PORT = 29510
+SCRIPT = Path(__file__).parents[1] / "torture" / "trapped.py"
+
+
+def launch(folder: Path, machine: Machine, *options: str, config: str = "x.yaml") -> Command:
+    """Start torchrun on a host, as somebody would by hand."""
+    environment = {
+        "NETNS": machine.name,
+        "HOST": machine.name,
+        "GLOO_SOCKET_IFNAME": machine.interface,
+        "OMP_NUM_THREADS": "1",
+    }
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESS}:{PORT}", "--rdzv-id=x", "--shutdown-timeout=60"]
+    number = int(machine.interface[-1])
+    rendezvous += [f"--local-addr=10.77.0.{1 + number}", f"--rdzv-conf=is_host={1 - number},join_timeout=120"]
+    command = (*rendezvous, *options, SCRIPT, "--config-file", config)
+    return Command(folder, SCRIPT, "torchrun", *command, environment=environment)
+
+
+def processes(machine: Machine) -> list[int]:
+    """Those of a host that run."""
+    here, found = Path("/run/netns", machine.name).stat().st_ino, []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (path / "ns" / "net").stat().st_ino == here and "\nState:\tZ" not in (path / "status").read_text():
+                found.append(int(path.name))
+    return found
+
+
+def send(machine: Machine, number: signal.Signals) -> None:
+    """Send a signal to all of a host's processes."""
+    for process in processes(machine):
+        with suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def values(folder: Path, **changes: Any) -> dict[str, Any]:
+    return values_of(
+        folder / "run",
+        (1, 2, 2),
+        general__heartbeat_s=HEARTBEAT_S,
+        general__timeout_s=600.0,
+        general__threads_per_rank=1,
+        tokens__train_steps=STEPS,
+        checkpoints__checkpoint_interval=INTERVAL,
+        **changes,
+    )
+
+
+@contextmanager
+def running(folder: Path, machines: list[Machine], until: int, *options: str) -> Iterator[list[Command]]:
+    """A launch on both hosts that has made so many steps; it is gone afterwards."""
+    hosts = [launch(folder, machine, *options) for machine in machines]
+    try:
+        while num_steps(folder) < until:
+            assert all(host.poll() is None for host in hosts), [host.communicate() for host in hosts]
+            time.sleep(0.05)
+        yield hosts
+    finally:
+        for machine in machines:
+            send(machine, signal.SIGKILL)
+
+
+def ended(hosts: list[Command], machines: list[Machine], since: float) -> list[str]:
+    """What each host said, once all its processes are gone, which they are in time."""
+    while any(processes(machine) for machine in machines):
+        assert time.monotonic() < since + NAMED_WITHIN_S + 15, [host._texts() for host in hosts]
+        time.sleep(0.1)
+    return ["".join(host.communicate()) for host in hosts]
+
+
+def cut(machines: list[Machine]) -> None:
+    machines[1].link("down")
+
+
+def kill(machines: list[Machine]) -> None:
+    send(machines[1], signal.SIGKILL)
+
+
+def freeze(machines: list[Machine]) -> None:
+    send(machines[1], signal.SIGSTOP)
+
+
+def stop_one_rank(machines: list[Machine]) -> None:
+    ranks = {rank_of(process): process for process in processes(machines[1])}
+    os.kill(ranks["3"], signal.SIGSTOP)
+
+
+def rank_of(process: int) -> str:
+    """RANK of a process; "" of one that is none."""
+    with suppress(OSError):
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        return next((value.decode()[5:] for value in variables if value.startswith(b"RANK=")), "")
+    return ""
+
+
+NODES = ("--nnodes=2", "--nproc_per_node=2")
+DEEDS: dict[Callable[[list[Machine]], None], tuple[str, ...]] = {
+    cut: ("failed first: rank 2 on {there} (stage 1, step ", "no sign of life", ", nor of rank 3"),
+    freeze: ("failed first: rank 2 on {there} (stage 1, step ", "no sign of life", ", nor of rank 3"),
+    stop_one_rank: ("failed first: rank 3 on {there} (stage 1, step ", "no sign of life"),
+    kill: ("failed first: rank",),
+}
+
+
+@pytest.mark.nightly
+def test_whatever_befalls_a_host_is_named_in_seconds_and_the_run_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    for name in ("hurt", "plain"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.yaml").write_text(yaml.safe_dump(values(tmp_path / name)))
+    hurt, plain = tmp_path / "hurt", tmp_path / "plain"
+    with two_machines() as machines:
+        here, there = machines
+        for number, (deed, told) in enumerate(DEEDS.items(), 1):
+            with running(hurt, machines, 8 * number, *NODES) as hosts:
+                began = time.monotonic()
+                deed(machines)
+                while processes(here):
+                    assert time.monotonic() < began + NAMED_WITHIN_S + 15, hosts[0]._texts()
+                    time.sleep(0.1)
+                send(there, signal.SIGCONT)
+                said, _ = ended(hosts, machines, time.monotonic())
+                assert all(part.format(there=there.name) in said for part in told), said
+                assert hosts[0].wait() == 1
+                if deed is not kill:
+                    assert f"rank 0 on {here.name}: stage 0, step " in said, said
+                    assert "failed first: rank 0" not in said
+            there.link("up")
+        for host in [launch(hurt, machine, *NODES) for machine in machines]:
+            assert host.wait() == codes.DONE, host.communicate()
+    done = Command(plain, "train", "x.yaml")
+    assert done.wait() == codes.DONE, done.communicate()
+    assert metrics_of(hurt / "run") == metrics_of(plain / "run")
+    assert different(hurt / "run" / str(STEPS), plain / "run" / str(STEPS)) == []
