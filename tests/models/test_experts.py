@@ -17,9 +17,12 @@ from nanotron.models.specs import sparse_mlp_specs
 from nanotron.ops.experts import (
     choose,
     collect,
+    copies_by,
+    copies_for_experts,
     counts_of_rows,
-    dispatch_of,
     grouped_linear,
+    numbers_of,
+    ranks_of,
     router_logits,
     sigmoid_scores,
     softmax_scores,
@@ -199,13 +202,14 @@ def test_each_expert_multiplies_its_own_rows(kernels: Kernels, dtype: torch.dtyp
 
 def test_gradients_are_those_of_finite_differences() -> None:
     chosen = torch.tensor(PATTERNS["some"][0])
-    dispatch = dispatch_of(chosen, E, Mesh())
+    sizes = numbers_of(chosen, torch.zeros_like(chosen), E, Mesh()).sizes
+    copies = copies_for_experts(chosen, sizes, Mesh())
     weights = normal(5, 2, seed=3)
 
     def layer(x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        rows, weight = spread(x, dispatch), weights.flatten()[dispatch.choices]
-        rows = weighted_swiglu(grouped_linear(rows, gate_up, dispatch.sizes, ONE), weight)
-        return collect(grouped_linear(rows, down, dispatch.sizes, ONE), dispatch)
+        rows, weight = spread(x, copies), weights.flatten()[copies.choices]
+        rows = weighted_swiglu(grouped_linear(rows, gate_up, sizes, ONE), weight)
+        return collect(grouped_linear(rows, down, sizes, ONE), copies)
 
     inputs = [normal(5, D), weights, *PARAMETERS.values()]
     assert torch.autograd.gradcheck(layer, [tensor.clone().requires_grad_() for tensor in inputs], fast_mode=True)
@@ -214,14 +218,37 @@ def test_gradients_are_those_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_every_choice_is_sent_once_by_the_tensor_parallel_rank_of_its_expert(pattern: str) -> None:
+def test_every_choice_gets_one_row_on_the_rank_of_its_expert(pattern: str) -> None:
     chosen = torch.tensor(PATTERNS[pattern][0])
-    both = [dispatch_of(chosen, E, Mesh({"tp": 2}, rank)) for rank in range(2)]
-    assert sorted(torch.cat([one.choices for one in both]).tolist()) == list(range(chosen.numel()))
-    for rank, one in enumerate(both):
-        experts = chosen.flatten()[one.choices].tolist()
-        assert experts == sorted(experts)
-        assert all(expert // (E // 2) == rank for expert in experts)
-        assert one.sent == one.received == [len(experts)]
-        rows = torch.cat([one.choices, torch.tensor([-1])])[one.places.flatten()]
-        assert all(row in (choice, -1) for choice, row in enumerate(rows.tolist()))
+    taken = []
+    for rank in range(4):
+        mesh, shard = Mesh({"dp": {"edp": 1, "ep": 2}, "tp": 2}, rank), slice(rank * 2, rank * 2 + 2)
+        sizes = counts_of_rows(chosen[None], E)[0, shard].int().tolist()
+        copies = copies_for_experts(chosen, sizes, mesh)
+        experts = chosen.flatten()[copies.choices].tolist()
+        assert experts == [expert for expert, size in zip(range(E)[shard], sizes, strict=True) for _ in range(size)]
+        in_order = copies.choices[copies.of_tokens].tolist()
+        assert in_order == sorted(in_order)
+        starts = copies.starts.tolist()
+        tokens = [in_order[lo:hi] for lo, hi in zip(starts, [*starts[1:], len(in_order)], strict=True)]
+        assert all(choice // chosen.shape[1] == token for token, choices in enumerate(tokens) for choice in choices)
+        taken += in_order
+    assert sorted(taken) == list(range(chosen.numel()))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_token_travels_once_to_each_rank_that_has_experts_of_it(pattern: str) -> None:
+    chosen = torch.tensor(PATTERNS[pattern][0])
+    for tp in range(2):
+        mesh = Mesh({"dp": {"edp": 1, "ep": 2}, "tp": 2}, tp)
+        ranks = ranks_of(chosen, E // 4, mesh)
+        wanted = [
+            (ep, token)
+            for ep in range(2)
+            for token, experts in enumerate(chosen.tolist())
+            if any(expert // 2 == 2 * ep + tp for expert in experts)
+        ]
+        choices = copies_by(ranks, len(wanted)).choices
+        assert (
+            list(zip(ranks.flatten()[choices].tolist(), (choices // chosen.shape[1]).tolist(), strict=True)) == wanted
+        )

@@ -63,9 +63,9 @@ def _returned_as_sent(x: Tensor, mesh: Mesh, axis: str, sent: Sequence[int], rec
     return comm._pair(x, group, forward, lambda grad: resized(forward(resized(grad))))
 
 
-def _sent_back_first_come_first_served(rows: Tensor, dispatch: Any) -> Tensor:
-    """Expert by expert, as they were computed, not rank by rank."""
-    return rows
+def _every_choice(chosen: Tensor, here: int, mesh: Mesh) -> Tensor:
+    """A token travels to a rank once for each of its experts there."""
+    return chosen // (here * mesh.size("tp"))
 
 
 def _counted_by_every_rank(balance: ExpertBalance, found: Any) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "expert gradients summed over all replicas": (ParamSpec, "reduce_axes", _over_all_replicas),
     "counts of a row not summed": (experts, "all_reduce_", _nothing),
     "gradients of rows returned in the numbers sent": (experts, "exchange_rows", _returned_as_sent),
-    "rows of experts not put back in order": (experts, "by_rank", _sent_back_first_come_first_served),
+    "tokens sent once for each of their experts": (experts, "ranks_of", _every_choice),
     "tokens counted by every tp rank": (ExpertBalance, "vectors", _counted_by_every_rank),
 }
 

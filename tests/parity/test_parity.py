@@ -136,7 +136,7 @@ EXPERTS: dict[str, Any] = {"experts": 8, "layers": 2, "dtype": "float64"}
         ("counts of a row not summed", Case(cp=2, **EXPERTS), "balance loss of step 1 differs"),
         ("gradients of rows returned in the numbers sent", Case(dp=2, ep=2, **EXPERTS), r"first gradient of layers\."),
         (
-            "rows of experts not put back in order",
+            "tokens sent once for each of their experts",
             Case(dp=2, ep=2, **EXPERTS),
             "load of sparse layer 1 in step 1 differs",
         ),

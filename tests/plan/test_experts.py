@@ -118,7 +118,7 @@ def test_a_plan_says_what_is_active_where_experts_are_and_what_is_sent_over_whic
     ):
         assert words in text
     lines = [line.split() for line in text.splitlines()]
-    assert ["ep", "4", "links", "all_to_all", "28"] in [line[:5] for line in lines]  # 7 for 2 layers and 2 microbatches
+    assert ["ep", "4", "links", "all_to_all", "32"] in [line[:5] for line in lines]  # 8 for 2 layers and 2 microbatches
     assert ["edp", "4", "network", "reduce_scatter", "1"] in [line[:5] for line in lines]
     assert any(" · ep 4, zero" in line and "layout" in line for line in summary(config))
     assert " active), vocabulary" in summary(config)[0]

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.batch import Batch, document_spans
 from nanotron.models import experts
-from nanotron.ops.experts import Dispatch, dispatch_of
+from nanotron.ops.experts import Numbers, numbers_of
 from nanotron.parallel.mesh import Mesh
-from nanotron.plan.fakes import even_dispatch
+from nanotron.plan.fakes import even_numbers
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes
 from tests.parity.cases import Case
@@ -106,11 +106,11 @@ def test_a_step_on_a_device_reads_nothing_back(case: Case) -> None:
 def test_a_layer_with_experts_reads_once_how_many_rows_they_get(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
 
-    def told(chosen: Tensor, experts: int, mesh: Mesh) -> Dispatch:
-        reads.append(experts)
-        return even_dispatch(chosen, experts, mesh)
+    def told(chosen: Tensor, ranks: Tensor, here: int, mesh: Mesh) -> Numbers:
+        reads.append(here)
+        return even_numbers(chosen, ranks, here, mesh)
 
-    monkeypatch.setattr(experts, "dispatch_of", told)
+    monkeypatch.setattr(experts, "numbers_of", told)
     config = config_of(case)
     training = Training(config, Mesh(), "meta")
     with Waits() as waits:
@@ -122,7 +122,7 @@ def test_a_layer_with_experts_reads_once_how_many_rows_they_get(case: Case, monk
 
 def test_how_many_rows_experts_get_is_one_read() -> None:
     with Reads() as reads, Waits() as waits:
-        dispatch_of(torch.tensor([[0, 2], [1, 0]]), 4, Mesh())
+        numbers_of(torch.tensor([[0, 2], [1, 0]]), torch.zeros(2, 2, dtype=torch.int64), 4, Mesh())
     assert (reads.seen, waits.seen) == (["tolist"], [])
 
 

@@ -98,12 +98,12 @@ def test_rows_of_experts_travel_as_the_planner_says(pool: Pool, case: Case) -> N
         lo, hi = layers_of_stages(config)[mesh.coord("pp")]
         passes = case.accumulation * len(set(moe.layers) & set(range(lo, hi)))
         size = torch.empty(0, dtype=getattr(torch, case.dtype)).element_size()
-        rows = case.micro_batch_size * config.tokens.sequence_length // case.cp * moe.top_k // case.tp
-        row = config.model.model_config.hidden_size * size
-        forward = 8 * moe.num_experts // case.tp + rows * (2 * row + max(4, size))  # counts; rows and weights; results
-        again = 8 * moe.num_experts // case.tp + rows * (row + max(4, size)) if case.recompute_layer else 0
-        calls = passes * (10 if case.recompute_layer else 7)
-        sent = passes * (forward + again + rows * (2 * row + max(4, size)))
+        tokens = case.ep * case.micro_batch_size * config.tokens.sequence_length // case.cp  # each to all ranks, once
+        x, weights, chosen = config.model.model_config.hidden_size * size, moe.top_k * max(4, size), 8 * moe.top_k
+        there = 8 * (case.ep + moe.num_experts // case.tp) + tokens * (x + weights + chosen)  # counts first
+        back, gradients = tokens * x, tokens * (2 * x + weights)
+        calls = passes * (12 if case.recompute_layer else 8)
+        sent = passes * (there * (2 if case.recompute_layer else 1) + back + gradients)
         assert seen[Collective("all_to_all", mesh.ranks_along("ep"))] == (calls, sent), f"rank {rank}"
 
 

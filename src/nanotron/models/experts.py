@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor, nn
 
 from nanotron.ops.experts import (
-    by_expert,
-    by_rank,
     choose,
     collect,
+    copies_by,
+    copies_for_experts,
     counts_of_rows,
-    dispatch_of,
     grouped_linear,
+    numbers_of,
+    ranks_of,
     router_logits,
     sigmoid_scores,
     softmax_scores,
@@ -133,14 +134,22 @@ class MoE(nn.Module):
         tp, mesh = self.tp, self.tp.mesh
         x, weights = tp.entered(x), tp.entered(route.weights)
         chosen = all_gather(route.chosen, mesh.group("tp"), dim=1) if tp.sequence_parallel else route.chosen
-        dispatch = dispatch_of(chosen.flatten(0, 1), self.moe.num_experts, mesh)
-        rows, weight = spread(x.flatten(0, 1), dispatch), weights.flatten()[dispatch.choices]  # [m, d], [m]
-        rows, weight = (
-            by_expert(exchange_rows(sent, mesh, "ep", dispatch.sent, dispatch.received), dispatch)
-            for sent in (rows, weight)
-        )  # [r, d], [r]
-        gate_up = grouped_linear(rows, self.gate_up, dispatch.sizes, tp)  # [r, d] -> [r, 2·f]
-        rows = grouped_linear(self.fuse(weighted_swiglu)(gate_up, weight), self.down, dispatch.sizes, tp)  # [r, d]
-        rows = exchange_rows(by_rank(rows, dispatch), mesh, "ep", dispatch.received, dispatch.sent)
-        y = collect(rows, dispatch).view_as(x)  # [m, d] -> [b, s, d]
+        shape = x.shape
+        x, weights, chosen = (part.flatten(0, 1) for part in (x, weights, chosen))  # [n, d], [n, k], [n, k]
+        ranks = ranks_of(chosen, len(self.down), mesh)
+        numbers = numbers_of(chosen, ranks, len(self.down), mesh)
+        sent = copies_by(ranks, sum(numbers.sent)) if mesh.size("ep") > 1 else None
+        if sent:
+            x, weights, chosen = (
+                exchange_rows(spread(part, sent), mesh, "ep", numbers.sent, numbers.received)
+                for part in (x, weights, chosen)
+            )  # those of the t tokens that come here
+        copies = copies_for_experts(chosen, numbers.sizes, mesh)
+        rows, weight = spread(x, copies), weights.flatten()[copies.choices]  # [m, d], [m]
+        gate_up = grouped_linear(rows, self.gate_up, numbers.sizes, tp)  # [m, d] -> [m, 2·f]
+        rows = grouped_linear(self.fuse(weighted_swiglu)(gate_up, weight), self.down, numbers.sizes, tp)  # [m, d]
+        y = collect(rows, copies)  # [t, d]
+        if sent:
+            y = collect(exchange_rows(y, mesh, "ep", numbers.received, numbers.sent), sent)  # [n, d]
+        y = y.view(shape)
         return scatter_sum(y, mesh, "tp", dim=1) if tp.sequence_parallel else sum_from(y, mesh, "tp")

@@ -1,11 +1,12 @@
 """What a layer with experts computes: which experts a token uses, how its rows travel to them, and their matmuls.
 
     b rows   s tokens of a row, as this rank has them   n = b·s tokens   d hidden size   k experts of each token
-    E experts of the layer, e of them on this rank      m rows that this rank sends, r rows that its experts get
+    E experts of the layer, e of them on this rank      t tokens that come to this rank, m rows that its experts get
     a "row" of this file is one token's activations for one of its experts, so tokens have n·k of them
 
-No token is dropped: ranks send each other as many rows as there are. Every sum over a token's experts is made in the
-order of its choices, without atomics.
+A token travels once to each rank that holds experts of it, is copied there for each of these, and what they gave is
+added up before it travels back. No token is dropped: ranks send each other as many as there are. Every sum over a
+token's experts on a rank, and over its ranks, is made in the order of its choices, without atomics.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from nanotron.ops.fused import any_number_of_rows, precise
-from nanotron.ops.gemm import add_gemm, gemm_into
+from nanotron.ops.gemm import add_gemm
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.linear import TensorParallel, weight_grad
 from nanotron.parallel.comm import all_to_all_rows, with_transpose
@@ -94,106 +95,101 @@ def _add_router_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
     buffer += grad.flatten(0, -2).t() @ precise(x).flatten(0, -2)
 
 
-# --------------------------------------------------------------- how rows reach experts
+# ------------------------------------------------------------- how tokens reach experts
 
 
-class Dispatch(NamedTuple):
-    """The way of a microbatch's rows to the experts on this tensor-parallel coordinate, and back."""
+class Numbers(NamedTuple):
+    """How much travels, and how much each expert gets."""
 
-    choices: Tensor
-    """[m] which of the n·k choices each sent row is of, in the order of the experts."""
-    places: Tensor
-    """[n, k] where each choice's row is among those sent; m where another tensor-parallel rank sends it."""
-    sent: Sequence[int]
-    """Rows for each expert-parallel rank."""
-    received: Sequence[int]
-    """Rows from each expert-parallel rank."""
-    sources: Sequence[Sequence[int]]
-    """Rows from each expert-parallel rank for each expert here."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """Rows of each expert here, [e]."""
-        return [sum(rows) for rows in zip(*self.sources, strict=True)]
+    sent: list[int]
+    """Tokens for each expert-parallel rank."""
+    received: list[int]
+    """Tokens from each expert-parallel rank."""
+    sizes: list[int]
+    """Rows of each expert here, [e]."""
 
 
-def dispatch_of(chosen: Tensor, experts: int, mesh: Mesh) -> Dispatch:
-    """Who sends which rows where: chosen [n, k], of ``experts`` that are cut over ep and, within a rank's, over tp.
+def ranks_of(chosen: Tensor, here: int, mesh: Mesh) -> Tensor:
+    """The expert-parallel rank to which each choice sends its token: chosen [n, k] -> [n, k], ``here`` experts a rank.
+
+    It is ep, that is none, for experts of another tensor-parallel rank, and where an earlier choice sends the token
+    to the same rank already: it travels once, however many of its experts are there.
+    """
+    shards = chosen // here  # experts are cut over ep and, within a rank's, over tp
+    none = mesh.size("ep")
+    ranks = (shards // mesh.size("tp")).where(shards % mesh.size("tp") == mesh.coord("tp"), none)
+    repeated = (ranks[:, :, None] == ranks[:, None, :]).tril(-1).any(-1)
+    return ranks.masked_fill(repeated, none)
+
+
+def numbers_of(chosen: Tensor, ranks: Tensor, here: int, mesh: Mesh) -> Numbers:
+    """How many tokens and rows there are, of chosen and ``ranks_of`` it, [n, k] each.
 
     The only place where a layer waits for the device: how much is sent has to be known on the host.
     """
-    to_send, sources = rows_of_experts(chosen, experts, mesh).tolist()
-    return dispatch_by(chosen, experts, mesh, to_send, sources)
+    leaving, arriving = count(chosen, ranks, here, mesh).tolist()
+    rows = zip(*(rows for _, *rows in arriving), strict=True)
+    return Numbers([tokens for tokens, *_ in leaving], [tokens for tokens, *_ in arriving], [sum(of) for of in rows])
 
 
-def rows_of_experts(chosen: Tensor, experts: int, mesh: Mesh) -> Tensor:
-    """How many rows leave here for the experts of each expert-parallel rank, and how many come from each for those
-    here: [2, ep, e], on the device. Ranks tell each other.
+def count(chosen: Tensor, ranks: Tensor, here: int, mesh: Mesh) -> Tensor:
+    """How many tokens leave for each expert-parallel rank and the rows of its experts, and how many come from each:
+    [2, ep, 1 + e], on the device. Ranks tell each other.
     """
     ep, tp = mesh.size("ep"), mesh.size("tp")
-    counts = counts_of_rows(chosen[None], experts).long().view(ep, tp, -1)  # not bincount, which waits for the device
-    leaving = counts[:, mesh.coord("tp")]
+    tokens = counts_of_rows(ranks[None], ep + 1)[0, :ep]  # not bincount, which waits for the device
+    rows = counts_of_rows(chosen[None], ep * tp * here).view(ep, tp, here)[:, mesh.coord("tp")]
+    leaving = torch.cat([tokens[:, None], rows], dim=1).long()
     group = mesh.group("ep")
     arriving = leaving if group is None else all_to_all_rows(leaving, group, [1] * ep, [1] * ep)
     return torch.stack([leaving, arriving])
 
 
-def dispatch_by(
-    chosen: Tensor, experts: int, mesh: Mesh, to_send: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
-) -> Dispatch:
-    """The dispatch of so many rows, [ep, e] each, as ``rows_of_experts`` tells."""
-    tp, here = mesh.size("tp"), len(sources[0])
-    sent, received = [sum(rows) for rows in to_send], [sum(rows) for rows in sources]
-    homes = chosen.flatten()  # [n·k]
-    if tp > 1:
-        mine = homes // here % tp == mesh.coord("tp")
-        homes = homes.where(mine, experts)  # behind all others
-    choices = homes.argsort(stable=True)[: sum(sent)]
-    places = torch.full_like(homes, len(choices))
-    places[choices] = torch.arange(len(choices), device=places.device)
-    return Dispatch(choices, places.view_as(chosen), sent, received, sources)
+class Copies(NamedTuple):
+    """Copies of tokens in the order of where they go: m of the n·k choices are taken, and each has one."""
+
+    choices: Tensor
+    """[m] which of the n·k choices each copy is of."""
+    of_tokens: Tensor
+    """[m] the copies in the order of the choices: each token's one after the other."""
+    starts: Tensor
+    """[n] where in ``of_tokens`` each token's begin."""
+    top_k: int
 
 
-def spread(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """Each sent row: its token's activations. x [n, d] -> [m, d]; backward adds up each token's rows."""
-    return with_transpose(x, partial(_rows_of_tokens, dispatch), partial(_sums_of_tokens, dispatch))
+def copies_by(homes: Tensor, size: int) -> Copies:
+    """The copies of the ``size`` choices with the least homes, [n, k], in the order of these."""
+    n, top_k = homes.shape
+    choices = homes.flatten().argsort(stable=True)[:size]
+    in_order, of_tokens = choices.sort()
+    starts = torch.searchsorted(in_order, torch.arange(0, n * top_k, top_k, device=homes.device))
+    return Copies(choices, of_tokens, starts, top_k)
 
 
-def collect(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    """The sum of each token's rows: [m, d] -> [n, d]; backward gives each row its token's gradient."""
-    return with_transpose(rows, partial(_sums_of_tokens, dispatch), partial(_rows_of_tokens, dispatch))
+def copies_for_experts(chosen: Tensor, sizes: Sequence[int], mesh: Mesh) -> Copies:
+    """The rows of this rank's experts, expert by expert: chosen [t, k] of the tokens that are here."""
+    here = len(sizes)
+    homes = chosen - here * (mesh.coord("ep") * mesh.size("tp") + mesh.coord("tp"))
+    return copies_by(homes.where((homes >= 0) & (homes < here), here), sum(sizes))
 
 
-def _rows_of_tokens(dispatch: Dispatch, x: Tensor) -> Tensor:
-    return x.index_select(0, dispatch.choices // dispatch.places.shape[1])
+def spread(x: Tensor, copies: Copies) -> Tensor:
+    """Each copy's token: x [n, d] -> [m, d]; backward adds up each token's copies."""
+    return with_transpose(x, partial(_copied, copies), partial(_added_up, copies))
 
 
-def _sums_of_tokens(dispatch: Dispatch, rows: Tensor) -> Tensor:
-    if len(rows) < dispatch.places.numel():  # others are sent by other tensor-parallel ranks: a row of zeros is theirs
-        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    first, *others = dispatch.places.unbind(1)
-    total = rows.index_select(0, first)
-    for places in others:
-        total += rows.index_select(0, places)
-    return total
+def collect(rows: Tensor, copies: Copies) -> Tensor:
+    """The sum of each token's copies: [m, d] -> [n, d]; backward gives each copy its token's gradient."""
+    return with_transpose(rows, partial(_added_up, copies), partial(_copied, copies))
 
 
-def by_expert(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    """Received rows [r, ..], which lie rank by rank, expert by expert."""
-    if len(dispatch.sources) == 1:
-        return rows
-    parts = torch.split(rows, [size for source in dispatch.sources for size in source])
-    here = len(dispatch.sources[0])
-    return torch.cat([part for expert in range(here) for part in parts[expert::here]])
+def _copied(copies: Copies, x: Tensor) -> Tensor:
+    return x.index_select(0, copies.choices // copies.top_k)
 
 
-def by_rank(rows: Tensor, dispatch: Dispatch) -> Tensor:
-    """The inverse of ``by_expert``."""
-    if len(dispatch.sources) == 1:
-        return rows
-    parts = torch.split(rows, [size for sizes in zip(*dispatch.sources, strict=True) for size in sizes])
-    ranks = len(dispatch.sources)
-    return torch.cat([part for rank in range(ranks) for part in parts[rank::ranks]])
+def _added_up(copies: Copies, rows: Tensor) -> Tensor:
+    """In one pass over the rows, and in float32 at least."""
+    return F.embedding_bag(copies.of_tokens, rows.detach(), copies.starts, mode="sum")
 
 
 # ------------------------------------------------------------------ what experts compute
@@ -201,7 +197,7 @@ def by_rank(rows: Tensor, dispatch: Dispatch) -> Tensor:
 
 @any_number_of_rows
 def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) · up · weight: gate_up [r, 2·f], weight [r] -> [r, f].
+    """silu(gate) · up · weight: gate_up [m, 2·f], weight [m] -> [m, f].
 
     An expert's last matmul is linear, so its input is weighted instead of its output, which then nobody has to keep.
     """
@@ -210,7 +206,7 @@ def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, sizes: list[int], tp: TensorParallel) -> Tensor:
-    """x · wᵀ with the weight of each row's own expert: rows [r, k], weight [e, .., n, k] -> [r, n'].
+    """x · wᵀ with the weight of each row's own expert: rows [m, k], weight [e, .., n, k] -> [m, n'].
 
     ``sizes``: how many rows each expert has, one after the other. Weight gradients take the way of ``linear``'s.
     """
@@ -242,7 +238,11 @@ def _matrices(weight: Tensor) -> Tensor:
 
 
 def _grouped_gemm(rows: Tensor, weights: Tensor, sizes: list[int], kernels: Kernels) -> Tensor:
-    """rows · w for each expert's rows: [r, k], weights [e, k, n] -> [r, n]."""
+    """rows · w for each expert's rows: [m, k], weights [e, k, n] -> [m, n].
+
+    On a CPU always by torch's default library: oneDNN makes code anew for each number of rows that it has not met,
+    which takes half as long as such a product.
+    """
     if kernels == "accelerator" and rows.dtype == torch.bfloat16:  # one kernel, whose ends lie on the device
         ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
         result: Tensor = F.grouped_mm(rows.contiguous(), weights, offs=ends)
@@ -250,12 +250,13 @@ def _grouped_gemm(rows: Tensor, weights: Tensor, sizes: list[int], kernels: Kern
     outputs = rows.new_empty(len(rows), weights.shape[2])
     for part, output, weight in zip(torch.split(rows, sizes), torch.split(outputs, sizes), weights, strict=True):
         if len(part):
-            gemm_into(output, part, weight.t(), kernels=kernels)
+            torch.mm(part, weight, out=output)
     return outputs
 
 
 def _add_grouped_gemm(buffer: Tensor, grad: Tensor, rows: Tensor, sizes: list[int], kernels: Kernels) -> None:
-    """buffer += gradᵀ · rows, of each expert's rows."""
+    """buffer += gradᵀ · rows, of each expert's rows; by the libraries of ``_grouped_gemm``."""
+    kernels = "accelerator" if kernels == "accelerator" else "cpu"
     for total, left, right in zip(_matrices(buffer), torch.split(grad, sizes), torch.split(rows, sizes), strict=True):
         if len(right):
             add_gemm(total, left, right, kernels=kernels)

@@ -22,14 +22,6 @@ def gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, *, kernels: Kernels) 
     return result
 
 
-def gemm_into(out: Tensor, x: Tensor, w: Tensor, *, kernels: Kernels) -> None:
-    """Fill ``out`` [m, n] with x · wᵀ: x [m, k], w [n, k]. By oneDNN with a temporary."""
-    if _by_onednn(x, kernels):
-        out.copy_(gemm(x, w, kernels=kernels))
-    else:
-        torch.mm(x, w.t(), out=out)
-
-
 def add_gemm(total: Tensor, left: Tensor, right: Tensor, *, kernels: Kernels) -> None:
     """total += leftᵀ · right, with left [m, n], right [m, k], total [n, k].
 

@@ -3,7 +3,7 @@
     accelerator    torch's own choice for both
     cpu            matmuls by torch's default library, which is MKL on x86; attention in blocks of them, but for long
                    float32 rows, which go to torch's own kernel
-    cpu_onednn     float32 matmuls by oneDNN; attention always in blocks
+    cpu_onednn     float32 matmuls by oneDNN, but for experts' (ops/experts.py); attention always in blocks
 
 MKL has AVX-512 code for Intel's processors only: an AMD Zen 5 does half of what it can. oneDNN, which torch brings as
 well and uses for half precision, goes by what the processor can do. Any of the three runs on any CPU, with the same

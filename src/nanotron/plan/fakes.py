@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from itertools import product
-from math import prod
+from itertools import pairwise, product
+from math import comb, prod
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanotron.models import experts
 from nanotron.ops import attention
-from nanotron.ops.experts import Dispatch, dispatch_by, rows_of_experts
+from nanotron.ops.experts import Numbers, count
 from nanotron.ops.fused import Function
 from nanotron.optim import owners
 from nanotron.optim.buckets import Bucket
@@ -84,20 +84,19 @@ def _last_queries(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> Tensor:
     return cast(Tensor, attended)
 
 
-def even_dispatch(chosen: Tensor, num_experts: int, mesh: Mesh) -> Dispatch:
-    """The dispatch of a router that uses all experts alike: nobody can read what one says on tensors without values.
+def even_numbers(chosen: Tensor, ranks: Tensor, here: int, mesh: Mesh) -> Numbers:
+    """Those of a router that uses all experts alike: nobody can read what one says on tensors without values.
 
-    Ranks tell each other how many rows come, as in a run.
+    Ranks tell each other how many tokens come, as in a run.
     """
-    rows_of_experts(chosen, num_experts, mesh)
-    ep, here = mesh.size("ep"), num_experts // (mesh.size("ep") * mesh.size("tp"))
-    total = chosen.numel()
-    ends = [total * (expert + 1) // num_experts for expert in range(num_experts)]
-    by_expert = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    shards = [by_expert[start : start + here] for start in range(0, num_experts, here)]  # ep, then tp
-    to_send = shards[mesh.coord("tp") :: mesh.size("tp")]
-    mine = to_send[mesh.coord("ep")]
-    return dispatch_by(chosen, num_experts, mesh, to_send, [mine] * ep)
+    count(chosen, ranks, here, mesh)
+    ep, (tokens, top_k) = mesh.size("ep"), chosen.shape
+    num_experts = here * ep * mesh.size("tp")
+    elsewhere = comb(num_experts - here, top_k) / comb(num_experts, top_k)  # that all of a token's experts are
+    travel = [round(tokens * (1 - elsewhere))] * ep
+    total, first = ep * tokens * top_k, here * (mesh.coord("ep") * mesh.size("tp") + mesh.coord("tp"))
+    ends = [total * expert // num_experts for expert in range(first, first + here + 1)]
+    return Numbers(travel, travel, [end - start for start, end in pairwise(ends)])
 
 
 def even_holdings(buckets: Sequence[Bucket], mesh: Mesh) -> list[Held]:
@@ -131,7 +130,7 @@ def even_holdings(buckets: Sequence[Bucket], mesh: Mesh) -> list[Held]:
 
 _STAND_INS = (
     (attention, "last_queries", _last_queries),
-    (experts, "dispatch_of", even_dispatch),
+    (experts, "numbers_of", even_numbers),
     (owners, "everyones", even_holdings),
 )
 
