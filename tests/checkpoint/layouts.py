@@ -36,14 +36,14 @@ def pieces_of(
     mesh: Mesh,
     tensors: Mapping[str, torch.Tensor] | None,
     *,
-    zero: bool,
+    zero: bool | int,
     kinds: tuple[str, ...],
 ) -> list[StateShard]:
-    """What one rank holds: whole local shards of weights, and its ZeRO cut of the rest; zeros without ``tensors``."""
+    """What one rank holds: local shards, whole or, of what the ZeRO stage cuts, its part; zeros without ``tensors``."""
     pieces = []
     for kind, parameter in product(kinds, specs):
         local = parameter.local_box(mesh)
-        sharded = zero and kind != "weight"
+        sharded = zero == 3 or (zero and kind != "weight")
         writes = parameter.is_owner(mesh) and (sharded or mesh.coord("dp") == 0)
         for box in zero_boxes(local, mesh) if sharded else [local]:
             held = torch.zeros(box.shape) if tensors is None else tensors[f"{kind}/{parameter.name}"][box.slices()]

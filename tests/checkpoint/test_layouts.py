@@ -31,20 +31,20 @@ class Case(NamedTuple):
 
     shape: tuple[int, ...]
     dim: int | None
-    saved: tuple[int, int, bool]
-    loaded: tuple[int, int, bool]
+    saved: tuple[int, int, int]
+    loaded: tuple[int, int, int]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
-    layout = st.tuples(st.integers(1, 5), st.integers(1, 5), st.booleans())
+    layout = st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([0, 1, 3]))
     dim = draw(st.none() | st.integers(0, len(shape) - 1))
     return Case(shape, dim, draw(layout), draw(layout))
 
 
 def all_pieces(
-    case: Case, name: str, layout: tuple[int, int, bool], tensors: dict[str, torch.Tensor] | None
+    case: Case, name: str, layout: tuple[int, int, int], tensors: dict[str, torch.Tensor] | None
 ) -> list[StateShard]:
     dp, tp, zero = layout
     parameter = spec(name, case.shape, () if case.dim is None else (("tp", case.dim),))

@@ -124,6 +124,7 @@ def saved(pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 OTHERS = [((1, 1, 1), 1), ((1, 2, 2), 1), ((4, 1, 1), 1), ((3, 1, 1), 1), ((1, 1, 4), 1), ((2, 2, 1), 0)]
+OTHERS += [((4, 1, 1), 2), ((2, 1, 2), 3)]
 
 
 @pytest.mark.parametrize(("layout", "zero"), OTHERS, ids=str)
@@ -161,6 +162,26 @@ def test_context_parallelism_leaves_no_trace_in_a_checkpoint_and_resumes_bit_for
     assert pool.run(1, save_again, values[1], saved, str(alone)) == [[]]
     assert pool.run(2, save_again, values[2], str(alone / "1"), str(back)) == [[]] * 2
     assert different(saved, alone / "1") == different(saved, back / "1") == []
+
+
+def test_sharded_weights_go_on_bit_for_bit_and_move_to_any_stage(pool, tmp_path: Path) -> None:
+    def values(folder: str, layout: tuple[int, int, int], stage: int, shards: int | None = None) -> dict[str, Any]:
+        options = {"optimizer__zero_stage": stage, "parallelism__dp_shard": shards, "model__dtype": "bfloat16"}
+        return values_of(tmp_path / folder, layout, **options)
+
+    straight, stopped = (values(name, (4, 1, 1), 3, 2) for name in ("straight", "stopped"))
+    assert pool.run(4, run_in, str(tmp_path), straight) == [codes.DONE] * 4
+    assert pool.run(4, run_in, str(tmp_path), stopped, 3) == [codes.PREEMPTED] * 4
+    assert pool.run(4, run_in, str(tmp_path), stopped) == [codes.DONE] * 4
+    assert metrics_of(tmp_path / "stopped") == metrics_of(tmp_path / "straight")
+    source = saved = tmp_path / "stopped" / "8"
+    assert different(saved, tmp_path / "straight" / "8") == []
+    moved = [((3, 1, 1), 3, None), ((2, 1, 2), 2, None), ((4, 1, 1), 2, 2), ((2, 2, 1), 3, None), ((1, 1, 1), 3, None)]
+    for number, (layout, stage, shards) in enumerate([*moved, ((2, 1, 1), 0, None), ((4, 1, 1), 3, 2)]):
+        options, target, world = values("unused", layout, stage, shards), tmp_path / str(number), math.prod(layout)
+        assert pool.run(world, save_again, options, str(source), str(target)) == [[]] * world
+        source = target / "1"
+        assert different(saved, source) == [], f"(dp, tp, pp) = {layout}, stage {stage}"
 
 
 def test_experts_and_muons_momentum_go_on_bit_for_bit_and_move_to_any_layout(pool, tmp_path: Path) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nanotron.parallel.comm import start_reduce_scatter
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box, ParamSpec
 from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
@@ -111,7 +114,7 @@ def reduce_on_rank(rank: int, world: int, zero_stage: int) -> list[tuple[str, Bo
     return [*boxes, ("norm", Box((), ()), norm_squared)]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world", [2, 3])
 def test_shards_of_the_summed_gradient_cover_every_parameter(pool, world, zero_stage):
     expected = {
@@ -128,6 +131,83 @@ def test_shards_of_the_summed_gradient_cover_every_parameter(pool, world, zero_s
     assert all((count == copies).all() for count in covered.values())
     norm_squared = sum(total.double().square().sum() for total in expected.values())
     assert float(results[0][-1][2]) == pytest.approx(float(norm_squared), rel=1e-6)
+
+
+def reduce_in_any_order(rank: int, world: int, axes: dict[str, int | dict[str, int]], stage: int) -> tuple[Any, ...]:
+    """What this rank sends, in order, and the largest error; the gradients of three microbatches come mixed."""
+    mesh = Mesh(axes, rank)
+    mesh.create_groups()
+    chunk = ToyChunk(SPECS, mesh)
+    buckets = make_buckets(chunk, mesh, zero_stage=stage)
+    sent: list[int] = []
+
+    def start(shard: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        sent.append(len(flat))
+        return start_reduce_scatter(shard, flat, group)
+
+    contributions = [(name, seed) for name in chunk.weights for seed in range(3)]
+    random.Random(rank).shuffle(contributions)
+    buckets.start(microbatches=3, sequence_length=8)
+    with mock.patch("nanotron.optim.sharding.start_reduce_scatter", start):
+        for name, seed in contributions:
+            chunk.contribute(name, whole(chunk.specs[name], seed=100 * rank + seed))
+        buckets.finish()
+    total = {
+        name: sum(whole(spec, seed=100 * each + seed) for each in range(world) for seed in range(3))
+        for name, spec in chunk.specs.items()
+    }
+    errors = [
+        (view - total[spec.name][box.slices()]).abs().max()
+        for bucket in buckets.all
+        for spec, box, view in bucket.boxes(bucket.grad_shard, bucket.shard)
+    ]
+    return sent, float(max(errors))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("axes", [{"dp": 3}, {"dp": {"dp_copies": 2, "dp_shard": 2}}], ids=str)
+def test_blocks_leave_in_one_order_whatever_order_gradients_come_in(pool, axes, stage):
+    """Two ranks that sent the same blocks in another order would add up what does not belong together."""
+    shards = 3 if axes == {"dp": 3} else 4  # a bucket is padded to as many
+    embed, down = -(-33 // shards) * shards, -(-15 // shards) * shards
+    for sent, error in pool.run(3 if axes == {"dp": 3} else 4, reduce_in_any_order, axes, stage):
+        assert sent == [down, down, embed] * 3
+        assert error < 1e-5
+
+
+def absent_weights(rank: int, world: int) -> list[tuple[str, set[str]]]:
+    """Through a forward, a backward and an update: (where, what is not there); what computes is there, and right."""
+    mesh = Mesh({"dp": world}, rank)
+    mesh.create_groups()
+    chunk = ToyChunk(SPECS, mesh)
+    buckets = make_buckets(chunk, mesh, zero_stage=3)
+    matrices, seen = {name: w for name, w in chunk.weights.items() if w.dim() > 1}, []
+
+    def look(block: str) -> None:
+        for name, weight in matrices.items():
+            if block and name.startswith(block):
+                torch.testing.assert_close(weight.data, whole(chunk.specs[name], seed=1), rtol=0, atol=0)
+        seen.append((block, {name for name, weight in matrices.items() if weight.isnan().all()}))
+
+    x = torch.ones(1, requires_grad=True)
+    for block in ("embed.weight", "layers.0", "layers.1"):
+        chunk.hooks.before_block(block)
+        look(block)
+        if block != "embed.weight":
+            x = x * 1.0
+            chunk.hooks.after_block(block, x)
+            x.register_hook(lambda grad, block=block: look(block))
+    x.backward()
+    buckets.start_gather()
+    look("")
+    return seen
+
+
+def test_weights_are_whole_while_their_block_computes_and_not_a_number_when_they_are_gone(pool):
+    embed, *layers = (spec.name for spec in SPECS if len(spec.shape) > 1)
+    passed = [("embed.weight", {layers[1]}), ("layers.0", {embed}), ("layers.1", {embed})]
+    for seen in pool.run(2, absent_weights):
+        assert seen == [*passed, ("layers.1", {embed}), ("layers.0", {embed}), ("", {embed, *layers})]
 
 
 def weights_under_way(rank: int, world: int) -> list[tuple[str, list[str]]]:
@@ -190,7 +270,7 @@ def sums_with_experts(rank: int, world: int, zero_stage: int, everyone: bool) ->
     ]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_a_gradient_is_summed_over_the_parts_of_dp_that_do_not_cut_its_parameter(pool, zero_stage):
     """dp = edp × ep: a router's over all four ranks; an expert's over the two that hold it, 0 and 2 or 1 and 3."""
 

@@ -25,7 +25,7 @@ class ToyChunk:
         blocks: dict[str, list[str]] = {}
         for name in self.weights:
             blocks.setdefault(".".join(name.split(".")[:2]) if name.startswith("layers.") else name, []).append(name)
-        return [Use(block, tuple(names)) for block, names in blocks.items()]
+        return [Use(block, tuple(names), rereads=block != "embed.weight") for block, names in blocks.items()]
 
     def contribute(self, name: str, grad: torch.Tensor) -> None:
         """What a layer's backward does with one microbatch's gradient of a weight."""

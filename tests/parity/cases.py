@@ -296,6 +296,34 @@ def expert_cases() -> list[Case]:
     ]
 
 
+def sharded_cases() -> list[Case]:
+    """Gradients (ZeRO-2) and weights (ZeRO-3) that are whole by block only, beside every other axis and saving."""
+    exact: dict[str, Any] = {"dtype": "float64"}
+    gathered: dict[str, Any] = {"tp_mode": "REDUCE_SCATTER"}
+    cases = []
+    for stage in (2, 3):
+        cases += [
+            Case(dp=2, zero_stage=stage),
+            Case(dp=3, rows=1, zero_stage=stage, tied=True, **exact),
+            Case(dp=2, zero_stage=stage, tied=True, loss_chunk=7, z_loss=True, family="qwen3"),
+            Case(dp=2, zero_stage=stage, compile=True, recompute_layer=True, **exact),
+            Case(dp=4, dp_shard=2, rows=1, zero_stage=stage, documents=True),
+            Case(dp=2, tp=2, zero_stage=stage, recompute_layer="selective", **gathered, **exact),
+            Case(dp=2, tp=4, zero_stage=stage, **gathered, family="qwen2"),  # two ranks share a key/value head
+            Case(cp=2, zero_stage=stage, window=11, family="mistral", **exact),
+            Case(dp=2, cp=2, dp_shard=1, zero_stage=stage, cp_mode="ALL_TO_ALL"),
+            Case(dp=2, pp=2, zero_stage=stage, tied=True),  # the table of two stages stays whole
+            Case(dp=2, pp=2, zero_stage=stage, schedule="zb_h1", recompute_layer=True, rows=1, **exact),
+            Case(dp=2, pp=2, zero_stage=stage, schedule="zbv", rows=1, tied=True, **exact),
+            Case(dp=2, tp=2, pp=2, zero_stage=stage, schedule="interleaved_1f1b", rows=3, overlap=True),
+            Case(dp=4, ep=2, experts=8, router="grouped", rows=1, zero_stage=stage, **exact),
+            Case(dp=4, ep=2, dp_shard=2, experts=8, router="shared", rows=1, zero_stage=stage, **exact),
+            Case(dp=2, ep=2, cp=2, zero_stage=stage, experts=8, router="plain", family="deepseek_v3", **exact),
+            Case(dp=2, tp=2, zero_stage=stage, experts=8, router="z-loss", family="olmoe", **gathered, **exact),
+        ]
+    return cases
+
+
 def compiled_cases() -> list[Case]:
     """What takes a compiler's seconds: each option of the two compiled cases by name without the others."""
     return [
@@ -335,4 +363,5 @@ def every_case() -> list[Case]:
     """All of these, once."""
     cases = [*product_cases(), *named_cases(), *context_cases(), *window_cases(), *expert_cases()]
     cases += optimizer_cases()
+    cases += sharded_cases()
     return list(dict.fromkeys([*cases, *compiled_cases(), *schedule_cases(), *schedule_product_cases()]))

@@ -34,7 +34,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "windows": {"window": 11, "window_layers": (0, 1, 3)},
     "float64": {"dtype": "float64"},
 }
-NUMBER = re.compile(r"(dp|cp|tp|pp|ep|rows|layers|length|loss_chunk)(\d+)")
+NUMBER = re.compile(r"(dp_shard|dp|cp|tp|pp|ep|rows|layers|length|loss_chunk)(\d+)")
 
 TABLE = """
 tp2 gathered overlap recompute loss_chunk8 compile qwen3 documents z_loss
@@ -87,6 +87,22 @@ cp2 tp2 layers2 muon
 dp2 tp2 pp2 ep2 layers2 zero1 muon shared float64
 dp2 tp2 pp2 layers2 zero3 groups
 dp2 layers2 groups zero1 float64
+dp4 dp_shard2 rows1 zero3 documents
+cp2 tp2 zero3 recompute loss_chunk7 qwen2 layers2 tied window z_loss plain float64
+dp2 zero2 loss_chunk7 olmoe z_loss float64
+dp4 ep2 dp_shard2 rows1 zero2 recompute tied window grouped float64
+dp2 pp2 ep2 zbv rows3 zero3 loss_chunk7 mistral window shared float64
+cp2 pp2 rows12 exchanged zero2 loss_chunk7 qwen3 layers2 tied z_loss
+dp2 tp2 gathered zero3 selective olmoe layers2 z-loss float64
+dp2 tp2 ep2 overlap zero3 loss_chunk7 deepseek_v3 layers2 tied z_loss grouped float64
+cp2 pp2 zb_h1 rows6 exchanged zero3 selective qwen3 windows
+dp2 tp2 pp2 interleaved_1f1b rows3 gathered overlap zero2 loss_chunk7 tied window z_loss z-loss float64
+dp3 pp2 zb_h1 rows1 zero2 recompute loss_chunk7 deepseek_v3 layers2 tied z_loss float64
+dp3 rows1 zero3 loss_chunk7 layers2
+dp2 cp2 dp_shard1 exchanged zero3 z_loss
+dp2 pp2 zbv rows1 zero2 tied float64
+cp2 pp2 rows12 exchanged zero3 recompute loss_chunk7 mistral layers2 tied documents z_loss grouped float64
+cp2 pp2 interleaved_1f1b rows6 zero3 recompute loss_chunk7 window z_loss
 """
 
 
@@ -112,6 +128,8 @@ MANY = {  # what is tried with more ranks than two of an axis; with everything e
 }
 UPDATED = {"dp", "cp", "tp", "pp", "ep", "zero_stage", "dtype"}
 """What is tried with each optimizer; with everything else, any is as good as any other."""
+GRADIENTS = {"dp", "cp", "tp", "pp", "ep", "schedule", "tied", "copies", "dtype"}
+"""What is tried with ZeRO-2, which does with gradients what ZeRO-3 does, and nothing with weights."""
 ROUTED = {"dp", "cp", "tp", "ep", "tp_mode", "recompute", "documents", "zero_stage"}
 """What is tried with each router; with everything else, any is as good as any other."""
 
@@ -142,13 +160,15 @@ def pairs_of(case: Case) -> Iterator[frozenset[tuple[str, Any]]]:
     if case.cp > 1:
         values["cp_mode"] = case.cp_mode
     if case.dp * case.cp > 1:
-        values["zero_stage"] = case.zero_stage
-    yield from map(frozenset, combinations(values.items(), 2))
+        values |= {"zero_stage": case.zero_stage, "copies": case.dp_shard is not None}
+    for pair in combinations(values.items(), 2):
+        if ("zero_stage", 2) not in pair or {name for name, _ in pair} <= {"zero_stage"} | GRADIENTS:
+            yield frozenset(pair)
     for axis, others in MANY.items():
         if getattr(case, axis) > 2:
             yield from (frozenset({(axis, getattr(case, axis)), (name, values[name])}) for name in others & set(values))
     if case.optimizer != "adamW":
         optimizer = ("optimizer", case.optimizer)
         yield from (frozenset({optimizer, (name, values[name])}) for name in UPDATED & set(values))
-    if case.experts:
+    if case.experts and case.zero_stage != 2:
         yield from (frozenset({("router", case.router), (name, values[name])}) for name in ROUTED & set(values))

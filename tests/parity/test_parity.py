@@ -71,9 +71,14 @@ def train_hastily(rank: int, world: int, case: Case) -> Trained:
         return train(rank, world, case)
 
 
-def test_weight_gradients_of_experts_may_come_at_any_time(pool: Pool, references: References) -> None:
-    """The exchange between replicas and the gradient buckets of what is not cut over them join the same ranks."""
-    case = Case(dp=2, ep=2, pp=3, layers=6, experts=8, schedule="zbv", rows=1, zero_stage=1, dtype="float64", steps=2)
+@pytest.mark.parametrize("options", [{"ep": 2, "zero_stage": 1}, {"zero_stage": 3}], ids=str)
+def test_weight_gradients_of_experts_may_come_at_any_time(
+    pool: Pool, references: References, options: dict[str, int]
+) -> None:
+    """The exchange between replicas and the gradient buckets of what is not cut over them join the same ranks; so do
+    the gradients of all blocks, each after every microbatch.
+    """
+    case = Case(dp=2, pp=3, layers=6, experts=8, schedule="zbv", rows=1, dtype="float64", steps=2, **options)
     assert not difference(record(pool, case, train_hastily), references.of(case)).problems(case)
 
 
