@@ -46,7 +46,7 @@ def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
         },
         "pipeline": {"custom.py", "draw.py", "trace.py"},
         "optim": {"muon.py", "norms.py", "owners.py", "sharding.py"},
-        "training": {"diagnostics.py", "evaluate.py", "init_or_resume.py"},
+        "training": {"diagnostics.py", "evaluate.py", "groups.py", "init_or_resume.py"},
     }
     for room, (files, _) in rooms().items():
         there = {path.name for path in (ROOT / "src" / "nanotron" / room).glob("*.py")} - {"__init__.py"}

@@ -98,6 +98,7 @@ def export_hf(
         str | None,
         typer.Option(help="float32, bfloat16, float16 or float64.", show_default="the weights' own"),
     ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (optimizer.ema_decay).")] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model folder: safetensors, config.json, tokenizer."""
     from nanotron.convert.folders import kind_of
@@ -105,7 +106,7 @@ def export_hf(
     kind_of(checkpoint)  # a wrong folder is told before torch is imported
     from nanotron.convert.exporting import export_hf as run
 
-    for notice in run(checkpoint, target, dtype=dtype):
+    for notice in run(checkpoint, target, dtype=dtype, ema=ema):
         complain(notice)
     say(f"{target}: a Hugging Face model, made from {checkpoint}")
 
@@ -343,6 +344,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that go through the model together.")] = 16,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt instead of text.")] = False,
     read_special_tokens: ReadSpecialTokens = False,
+    ema: Annotated[bool, typer.Option("--ema", help="With the average of the weights (optimizer.ema_decay).")] = False,
 ) -> None:
     """Write the text that a model goes on with; it may have been trained on any layout."""
     from nanotron.generate.command import Request
@@ -350,7 +352,7 @@ def generate(
 
     request = Request(
         checkpoint, tuple(prompt), batch_file, max_new_tokens, temperature, top_k, top_p, seed, tp, pp, batch_size,
-        json, read_special_tokens,
+        json, read_special_tokens, ema,
     )  # fmt: skip
     raise typer.Exit(run(request))
 

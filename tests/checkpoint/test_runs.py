@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from nanotron.checkpoint.inspect import inspect_checkpoint
@@ -20,11 +21,14 @@ from nanotron.checkpoint.resume import newest_complete
 from nanotron.checkpoint.storage import LocalFolder
 from nanotron.checkpoint.write import Saver
 from nanotron.config import get_config_from_dict
+from nanotron.convert.exporting import export_hf
 from nanotron.convert.importing import import_weights
 from nanotron.data.tokenize.prepare import prepare_data
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
+from nanotron.generate.model import load_model
 from nanotron.launch import codes
+from nanotron.parallel.mesh import Mesh
 from nanotron.training import trainer
 from nanotron.training.control import ControlWord, Outcome
 from tests.checkpoint.runs import (
@@ -184,8 +188,39 @@ def test_sharded_weights_go_on_bit_for_bit_and_move_to_any_stage(pool, tmp_path:
         assert different(saved, source) == [], f"(dp, tp, pp) = {layout}, stage {stage}"
 
 
-def test_experts_and_muons_momentum_go_on_bit_for_bit_and_move_to_any_layout(pool, tmp_path: Path) -> None:
-    shared, muon = ((2, 2, 1), 2), {"optimizer__optimizer_factory": {"name": "muon"}}
+def test_an_average_begins_with_the_weights_and_is_generated_from_and_exported(
+    pool, saved: Path, tmp_path: Path
+) -> None:
+    values = values_of(tmp_path / "run", (2, 1, 1), optimizer__ema_decay=0.5, optimizer__zero_stage=3)
+    assert pool.run(1, save_again, values_of("x", optimizer__ema_decay=0.5), str(saved / "4"), str(tmp_path / "begun"))
+    begun = tensors_of(tmp_path / "begun" / "1")
+    assert all(np.array_equal(begun[f"ema/{name}"], begun[f"weight/{name}"]) for name in names_of("weight", begun))
+    assert pool.run(2, run, values) == [codes.DONE] * 2
+    last = tensors_of(tmp_path / "run" / "8")
+    assert not np.array_equal(last["ema/norm.weight"], last["weight/norm.weight"])
+
+    config = get_config_from_dict(values_of("x"))
+    for ema, kind in ((True, "ema"), (False, "weight")):
+        model = load_model(str(tmp_path / "run" / "8"), config, Mesh(), torch.device("cpu"), ema=ema)
+        assert all(np.array_equal(weight.detach(), last[f"{kind}/{name}"]) for name, weight in model.weights.items())
+        export_hf(str(tmp_path / "run"), str(tmp_path / kind), ema=ema)
+        exported = safetensors.torch.load_file(tmp_path / kind / "model.safetensors")
+        assert np.array_equal(exported["lm_head.weight"], last[f"{kind}/head.weight"])
+    for refused in (
+        lambda: load_model(str(saved / "8"), config, Mesh(), torch.device("cpu"), ema=True),
+        lambda: export_hf(str(saved), str(tmp_path / "none"), ema=True),
+    ):
+        with pytest.raises(ConfigError, match=f"--ema: {saved}/8 has no average of its weights"):
+            refused()
+
+
+def names_of(kind: str, tensors: dict[str, Any]) -> list[str]:
+    return [name.partition("/")[2] for name in tensors if name.startswith(f"{kind}/")]
+
+
+def test_experts_momentum_and_average_go_on_bit_for_bit_and_move_to_any_layout(pool, tmp_path: Path) -> None:
+    shared = ((2, 2, 1), 2)
+    muon: dict[str, Any] = {"optimizer__optimizer_factory": {"name": "muon"}, "optimizer__ema_decay": 0.9}
     straight, stopped = (sparse_values_of(tmp_path / name, *shared, **muon) for name in ("straight", "stopped"))
     for values in (straight, stopped):
         values["model"]["dtype"] = "bfloat16"
@@ -202,7 +237,7 @@ def test_experts_and_muons_momentum_go_on_bit_for_bit_and_move_to_any_layout(poo
     index = json.loads((saved / "index.json").read_text())
     stored, gate = index["tensors"], "layers.1.mlp.experts.gate_up.weight"
     assert index["version"] == 2
-    assert {name.partition("/")[0] for name in stored if name.endswith(gate)} == {"weight", "master", "momentum"}
+    assert {name.partition("/")[0] for name in stored if name.endswith(gate)} == {"weight", "master", "ema", "momentum"}
     bias = "layers.1.mlp.router.bias"
     assert stored[f"weight/{bias}"]["dtype"] == "F32"
     assert stored["weight/layers.1.mlp.router.weight"]["dtype"] == "BF16"

@@ -36,9 +36,10 @@ def make_run_config(folder, held_out, layout, *, limit):
     )  # fmt: skip
 
 
-def validate_and_train(rank, world, folder, held_out, layout, limit, validates):
-    """Validation losses before two updates, and the updates' training losses."""
+def validate_and_train(rank, world, folder, held_out, layout, limit, validates, optimizer=None):
+    """Validation losses before two updates, and the updates' training losses; with these keys of the optimizer."""
     config = make_run_config(folder, held_out, layout, limit=limit)
+    vars(config.optimizer).update(optimizer or {})
     mesh = Mesh(mesh_axes(config), rank)
     if world > 1:
         reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
@@ -67,6 +68,22 @@ def test_the_validation_loss_is_the_same_on_every_layout_and_leaves_training_alo
     for layout in [(2, 1, 1, 1), (1, 2, 2, 1), (1, 1, 1, 2)]:
         world = prod(layout)
         for validations, losses in pool.run(world, validate_and_train, *folders, layout, limit, True):
+            assert validations == pytest.approx(alone[0], rel=1e-9)
+            assert losses == pytest.approx(alone[1], rel=1e-9)
+
+
+def test_validation_is_of_the_average_of_the_weights_on_every_layout_and_leaves_training_alone(pool, tmp_path):
+    write_nanoset(tmp_path / "a", random_documents(60, seed=1))
+    write_nanoset(tmp_path / "b", random_documents(17, seed=2))
+    folders = str(tmp_path / "a"), str(tmp_path / "b")
+    (plain,) = pool.run(1, validate_and_train, *folders, (1, 1, 1, 1), 1, True)
+    (alone,) = pool.run(1, validate_and_train, *folders, (1, 1, 1, 1), 1, True, {"ema_decay": 0.5})
+    assert alone[1] == plain[1]
+    assert alone[0][0] == plain[0][0]
+    assert alone[0][1] != plain[0][1]
+    for layout, zero_stage in [((2, 1, 1, 1), 1), ((2, 1, 1, 1), 3), ((1, 2, 2, 1), 1)]:
+        settings = {"ema_decay": 0.5, "zero_stage": zero_stage}
+        for validations, losses in pool.run(prod(layout), validate_and_train, *folders, layout, 1, True, settings):
             assert validations == pytest.approx(alone[0], rel=1e-9)
             assert losses == pytest.approx(alone[1], rel=1e-9)
 

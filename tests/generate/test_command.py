@@ -43,11 +43,11 @@ def test_batches_of_any_size_give_the_same_texts(run: Path, capsys: pytest.Captu
 
 
 def test_a_request_is_the_same_on_either_way_to_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request("ckpt", ("-x", "b\nc"), "file", 3, 0.5, 4, 0.9, 7, 2, 3, 5, json=True, read_special_tokens=True)
+    request = Request("ckpt", ("-x", "b\nc"), "file", 3, 0.5, 4, 0.9, 7, 2, 3, 5, True, True, True)
     heard: list[Request] = []
     monkeypatch.setattr(command, "_run_rank", lambda ask: heard.append(ask()) or 0)
     options = "--batch-file file --max-new-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.9 --seed 7 --tp 2 --pp 3"
-    others = ["--batch-size=5", "--json", "--read-special-tokens", "--prompt=-x", "--prompt=b\nc"]
+    others = ["--batch-size=5", "--json", "--read-special-tokens", "--ema", "--prompt=-x", "--prompt=b\nc"]
     assert run_generate(["--ckpt-path", "ckpt", *options.split(), *others]) == 0
     assert run_request([json.dumps(asdict(request))]) == 0
     assert [replace(asked, prompts=tuple(asked.prompts)) for asked in heard] == [request, request]

@@ -102,6 +102,33 @@ def test_an_update_with_found_inf_changes_nothing():
     assert float(optimizer.updates) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_follows_the_weights_and_stands_in_for_them(dtype):
+    chunk = ToyChunk(SPECS, Mesh(), dtype)
+    buckets = make_buckets(chunk, Mesh())
+    optimizer = Optimizer(buckets, {"adamW": AdamW(**ADAM)}, ema_decay=0.75)
+    optimizer.load_masters_from_weights()
+
+    def read(kind):
+        return {entry.spec.name: entry.tensor for entry in optimizer.state() if entry.kind == kind}
+
+    expected = {name: weight.detach().float().clone() for name, weight in chunk.weights.items()}
+    assert all(torch.equal(average, expected[name]) for name, average in read("ema").items())
+    for step, found_inf in ((1, 0.0), (2, 1.0), (3, 0.0)):
+        give(chunk, buckets, step)
+        optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(found_inf))
+        masters = read("master") or {name: weight.detach() for name, weight in chunk.weights.items()}
+        if not found_inf:
+            expected = {name: 0.75 * average + 0.25 * masters[name] for name, average in expected.items()}
+    averages, weights = read("ema"), {name: weight.detach().clone() for name, weight in chunk.weights.items()}
+    for name, average in averages.items():
+        torch.testing.assert_close(average, expected[name])
+    with optimizer.averaged():
+        assert all(torch.equal(weight, averages[name].to(dtype)) for name, weight in chunk.weights.items())
+    assert all(torch.equal(weight, weights[name]) for name, weight in chunk.weights.items())
+    assert not any(torch.equal(weights[name], averages[name].to(dtype)) for name in weights)
+
+
 def test_half_precision_keeps_a_master_copy_that_small_updates_do_not_vanish_from():
     chunk, buckets, optimizer = build(SGD(), torch.bfloat16, specs=[norm("norm.weight", 4)])
     start = chunk.weights["norm.weight"].detach().float()

@@ -11,7 +11,8 @@ Where a kind is missing, because the dtype or the optimizer changed:
 
     master   ← weight                                          (a run in fp32, or an imported model, has no master)
     weight   ← master, if the run's dtype is wider than the saved weight's    (bf16 with masters → fp32: nothing lost)
-    exp_avg, exp_avg_sq: an error that says so; with checkpoints.load_optimizer: false they are not asked for
+    ema      ← what weight is filled from                      (the average begins with the weights as they are)
+    exp_avg, exp_avg_sq, momentum: an error that says so; with checkpoints.load_optimizer: false they are not asked for
 
 Values are cast to the dtype of the tensor they fill.
 """
@@ -83,14 +84,14 @@ def _missing(piece: StateShard) -> str:
 
 
 def source_kind(tensors: Tensors, piece: StateShard) -> str:
-    """The kind a piece is filled from: its own, or the other of weight and master."""
-    has = {kind: tensors.shape(kind, piece.name) is not None for kind in ("weight", "master")}
+    """The kind a piece is filled from: its own, or the other of weight and master, or one of them for an average."""
+    has = {kind: tensors.shape(kind, piece.name) is not None for kind in ("weight", "master", "ema")}
     if piece.kind == "master" and not has["master"]:
         return "weight"
-    if piece.kind == "weight" and has["master"]:
+    if (piece.kind == "weight" or (piece.kind == "ema" and not has["ema"])) and has["master"]:
         wider = not has["weight"] or piece.tensor.dtype.itemsize > tensors.dtype("weight", piece.name).itemsize
         return "master" if wider else "weight"
-    return piece.kind
+    return "weight" if piece.kind == "ema" and not has["ema"] else piece.kind
 
 
 class CheckpointTensors:

@@ -224,6 +224,13 @@ class OptimizerArgs:
         le=3,
     )
     weight_decay: Float = key(0.1, "Weight decay, per unit of learning rate; never on norms and biases.", ge=0)
+    ema_decay: Float | None = key(
+        None,
+        "Keep an average of the weights too, for validation, generation and export: how much of it stays at each"
+        " update. Null: none.",
+        gt=0,
+        lt=1,
+    )
     clip_grad: Float | None = key(
         1.0, "Gradient clipping, by global norm: the largest norm of the whole gradient; null is no limit.", gt=0
     )

@@ -18,7 +18,7 @@ from nanotron.checkpoint.safetensors import DTYPE_NAMES, DTYPES, Planned, split_
 from nanotron.checkpoint.storage import Folder, open_folder, read_text
 from nanotron.checkpoint.verify import refuse_damage
 from nanotron.convert.folders import OURS, kind_of, new_folder, read_model_config
-from nanotron.convert.sources import half_split
+from nanotron.convert.sources import half_split, refuse_without_average
 from nanotron.convert.tokenizer import copy_tokenizer, read_tokenizer
 from nanotron.data.tokenize.tokenizer import STOPS, kept_files, read_files
 from nanotron.errors import ConfigError
@@ -26,14 +26,18 @@ from nanotron.models.families import family_of
 from nanotron.models.hf_config import hf_config
 from nanotron.models.hf_tensors import Part, hugging_face_parts
 from nanotron.parallel.agreement import alone
+from nanotron.parallel.params import ParamSpec
 
 EXPORT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values() if dtype.is_floating_point}
 
 
-def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_shard_bytes: int = 5 << 30) -> list[str]:
+def export_hf(
+    checkpoint: str, target: str, *, dtype: str | None = None, ema: bool = False, max_shard_bytes: int = 5 << 30
+) -> list[str]:
     """Write a checkpoint (a step, or the newest of a folder of steps) as a Hugging Face model; returns notices.
 
     ``dtype``: one of EXPORT_DTYPES; None keeps the weights' own. A wider one than theirs is taken from the masters.
+    ``ema``: the average of the weights in their place.
     Raises ConfigError for a target that is not empty, for a damaged checkpoint, and for what the Hugging Face family
     cannot express.
     """
@@ -42,6 +46,8 @@ def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_sha
         raise ConfigError(f"{checkpoint} is a folder of {found.kind}; only a checkpoint of ours can be exported")
     refuse_damage(found.path, alone())
     tensors = CheckpointTensors(open_folder(found.path))
+    if ema:
+        refuse_without_average(tensors, found.path)
     config = read_model_config(found.path)
     specs = family_of(config).specs(config)
     for name, spec in specs.items():
@@ -52,7 +58,9 @@ def export_hf(checkpoint: str, target: str, *, dtype: str | None = None, max_sha
     out = new_folder(target)
     parts = hugging_face_parts(config, specs)
     planned = [
-        _plan(tensors, name, specs[name].shape, part, chosen, config.head_dim) for name in specs for part in parts[name]
+        _plan(tensors, "ema" if ema else "weight", specs[name], part, chosen, config.head_dim)
+        for name in specs
+        for part in parts[name]
     ]
     _write_weights(out, planned, max_shard_bytes)
     notices = _write_tokenizer(open_folder(found.path), out)
@@ -87,15 +95,15 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _plan(
-    tensors: CheckpointTensors, name: str, shape: tuple[int, ...], part: Part, dtype: torch.dtype, head_dim: int
+    tensors: CheckpointTensors, wanted: str, spec: ParamSpec, part: Part, dtype: torch.dtype, head_dim: int
 ) -> Planned:
     """One Hugging Face tensor: a box of ours, without the stacking dim, its channels in half-split order."""
     foreign_shape = part.foreign(part.box).shape
 
     def make() -> torch.Tensor:
         target = torch.empty(part.box.shape, dtype=dtype)
-        kind = source_kind(tensors, StateShard("weight", name, shape, part.box, target))
-        tensors.read_into(target, kind, name, part.box)
+        kind = source_kind(tensors, StateShard(wanted, spec.name, spec.shape, part.box, target))
+        tensors.read_into(target, kind, spec.name, part.box)
         target = target.view(foreign_shape)
         return half_split(target, head_dim) if part.rotary else target
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanotron.checkpoint.format import Damaged, Entry, StateShard
-from nanotron.checkpoint.read import CheckpointTensors, fill, read_box, source_kind
+from nanotron.checkpoint.read import CheckpointTensors, Tensors, fill, read_box, source_kind
 from nanotron.checkpoint.safetensors import DTYPES
 from nanotron.checkpoint.storage import Folder, open_folder, read_header
 from nanotron.checkpoint.verify import refuse_damage
@@ -20,6 +20,7 @@ from nanotron.errors import ConfigError, shorten
 from nanotron.logging import get_logger
 from nanotron.models.families import family_of
 from nanotron.models.hf_tensors import FUSED, Part, hf_nanotron_parts, hugging_face_parts
+from nanotron.models.specs import FINAL_NORM
 from nanotron.parallel.agreement import Agreement, alone
 from nanotron.parallel.params import Box, intersect
 
@@ -39,17 +40,26 @@ def load_weights(
 ) -> None:
     """Fill weight and master pieces from any folder of weights; the same call on every rank of ``agreement``.
 
-    What is read of a checkpoint of ours is compared with its checksums first (unless not ``verify``), shared out over
-    the ranks. Raises ConfigError for a model that does not fit.
+    Pieces of kind "ema" are of the weights' average, which the folder has to have. What is read of a checkpoint of ours
+    is compared with its checksums first (unless not ``verify``), shared out over the ranks. Raises ConfigError for a
+    model that does not fit.
     """
     pieces = list(pieces)
     tensors = open_weights(path, config)
     for line in tensors.ignored:
         logger.info(line)
+    if any(piece.kind == "ema" for piece in pieces):
+        refuse_without_average(tensors, path)
     if isinstance(tensors, CheckpointTensors) and verify:
         kinds = {source_kind(tensors, piece) for piece in pieces}
         refuse_damage(tensors.folder.path, agreement or alone(), kinds)
     fill(tensors, pieces)
+
+
+def refuse_without_average(tensors: Tensors, path: str) -> None:
+    """Raise ConfigError for a folder without an average of its weights."""
+    if tensors.shape("ema", FINAL_NORM) is None:
+        raise ConfigError(f"--ema: {path} has no average of its weights, which optimizer.ema_decay makes; leave it out")
 
 
 def open_weights(path: str, config: ModelConfig) -> CheckpointWeights | ForeignTensors:

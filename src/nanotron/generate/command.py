@@ -54,6 +54,8 @@ class Request:
     """Prompts that go through the model together."""
     json: bool = False
     read_special_tokens: bool = False
+    ema: bool = False
+    """With the average of the weights."""
 
     def check(self) -> None:
         """Raise ConfigError for numbers that mean nothing."""
@@ -100,6 +102,7 @@ def parser() -> argparse.ArgumentParser:
     option("--batch-size", type=int, default=16, metavar="N", help="prompts that go through the model together (16)")
     option("--json", action="store_true", help="print one JSON object per prompt instead of text")
     option("--read-special-tokens", action="store_true", help="a prompt that spells a special token holds that token")
+    option("--ema", action="store_true", help="use the average of the weights (optimizer.ema_decay)")
     option("--use-cache", action="store_true", help="no effect: keys and values are always cached")
     return parser
 
@@ -147,7 +150,7 @@ def _request(asked: argparse.Namespace) -> Request:
         prompts = DEFAULT_PROMPTS
     return Request(
         path, prompts, batch_file, asked.max_new_tokens, asked.temperature, asked.top_k, asked.top_p, asked.seed,
-        asked.tp or None, asked.pp or None, asked.batch_size, asked.json, asked.read_special_tokens,
+        asked.tp or None, asked.pp or None, asked.batch_size, asked.json, asked.read_special_tokens, asked.ema,
     )  # fmt: skip
 
 
@@ -210,7 +213,7 @@ def _run(request: Request, place: Place, peers: Peers) -> None:
     if place.rank == 0:
         for note in (*source.notes, *_notes_on_length(request, prepared)):
             complain(f"note: {note}")
-    model = load_model(source.path, config, mesh, device, peers.training_store)
+    model = load_model(source.path, config, mesh, device, peers.training_store, ema=request.ema)
     decoder = Decoder(model, mesh, device, source.ends)
     show = as_json if request.json else as_text
     for first in range(0, len(prepared.ids), request.batch_size):

@@ -19,15 +19,18 @@ if TYPE_CHECKING:
     from nanotron.config import Config
 
 
-def load_model(path: str, config: Config, mesh: Mesh, device: torch.device, store: Store | None = None) -> DecoderChunk:
+def load_model(
+    path: str, config: Config, mesh: Mesh, device: torch.device, store: Store | None = None, *, ema: bool = False
+) -> DecoderChunk:
     """The chunk that a rank of ``mesh`` holds, laid out as ``config`` says, with weights from the folder ``path``.
 
-    Ranks agree through ``store`` that the weights are what was written; raises ConfigError on all of them.
+    ``ema``: the average of the weights in their place. Ranks agree through ``store`` that the weights are what was
+    written; raises ConfigError on all of them.
     """
     options = ChunkOptions(getattr(torch, config.model.dtype), device)
     (model,) = build_chunks(config, mesh, modules_of_stages(config, mesh.coord("pp")), options)
     pieces = [
-        StateShard("weight", name, spec.shape, spec.local_box(mesh), model.weights[name].data)
+        StateShard("ema" if ema else "weight", name, spec.shape, spec.local_box(mesh), model.weights[name].data)
         for name, spec in model.specs.items()
     ]
     load_weights(path, pieces, config.model.model_config, Agreement("weights", mesh.rank, mesh.world, store))

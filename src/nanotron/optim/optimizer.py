@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ class Shard(NamedTuple):
     master: Tensor
     """Weights in update precision: a view of the bucket's own for float32 and float64, a copy for half precision."""
     moments: dict[str, Tensor]
+    """What the rule keeps, by name; with ``"ema"``, the average of the weights, where there is one."""
 
     @property
     def grad(self) -> Tensor:
@@ -62,11 +64,12 @@ class Rule:
 class Optimizer:
     """Shards with master weights and moments, the update count, state entries for checkpoints.
 
-    ``rules``: by the name that parameters have for the one that updates them.
+    ``rules``: by the name that parameters have for the one that updates them. ``ema_decay``: how much of an
+    exponential moving average of the weights stays at each update; None: there is none.
     """
 
-    def __init__(self, buckets: Buckets, rules: Mapping[str, Rule]) -> None:
-        self._rules = rules
+    def __init__(self, buckets: Buckets, rules: Mapping[str, Rule], *, ema_decay: float | None = None) -> None:
+        self._buckets, self._rules, self._ema_decay = buckets, rules, ema_decay
         self._shards = [self._shard(bucket) for bucket in buckets.all]
         self.updates = torch.zeros((), dtype=torch.float32, device=buckets.all[0].weight_shard.device)
         """Updates made, those skipped for a non-finite gradient not counted."""
@@ -84,6 +87,9 @@ class Optimizer:
                 rule.update(shards, Step(lr, grad_scale, found_inf, self.updates))
         self.updates -= found_inf
         for shard in self._shards:
+            if self._ema_decay is not None:
+                moves = (1.0 - self._ema_decay) * (1.0 - found_inf)
+                shard.moments["ema"].lerp_(shard.master, moves.to(shard.master.dtype))
             if shard.master.dtype != shard.bucket.weight_shard.dtype:
                 shard.bucket.weight_shard.copy_(shard.master)
 
@@ -92,6 +98,30 @@ class Optimizer:
         for shard in self._shards:
             if shard.master.dtype != shard.bucket.weight_shard.dtype:
                 shard.master.copy_(shard.bucket.weight_shard)
+        self.start_average()
+
+    def start_average(self) -> None:
+        """Have the average of the weights, if there is one, begin with what they are."""
+        for shard in self._shards if self._ema_decay is not None else ():
+            shard.moments["ema"].copy_(shard.master)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the average, if there is one, in the weights' place meanwhile; a collective."""
+        self._buckets.wait_gather()  # of the last update
+        if self._ema_decay is None:
+            yield
+            return
+        kept = [shard.bucket.weight_shard.clone() for shard in self._shards]
+        self._put([shard.moments["ema"] for shard in self._shards])
+        yield
+        self._put(kept)
+
+    def _put(self, weights: Sequence[Tensor]) -> None:
+        for shard, values in zip(self._shards, weights, strict=True):
+            shard.bucket.weight_shard.copy_(values)
+        self._buckets.start_gather()
+        self._buckets.wait_gather()
 
     def state(self) -> Iterator[StateEntry]:
         """All optimizer state of this rank, as boxes of global tensors."""
@@ -114,7 +144,8 @@ class Optimizer:
     def _shard(self, bucket: Bucket) -> Shard:
         weights = bucket.weight_shard
         master = weights.to(torch.promote_types(weights.dtype, torch.float32))  # itself when the dtype is equal
-        moments = {name: torch.zeros_like(master) for name in self._rules[bucket.key.optimizer].moment_names}
+        names = [*self._rules[bucket.key.optimizer].moment_names, *["ema"] * (self._ema_decay is not None)]
+        moments = {name: torch.zeros_like(master) for name in names}
         return Shard(bucket, master, moments)
 
 

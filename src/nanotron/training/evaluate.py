@@ -16,8 +16,15 @@ if TYPE_CHECKING:
 
 
 def validation_loss(training: Training, batches: Iterator[list[Batch]], mesh: Mesh) -> float | None:
-    """Mean loss over the targets of all batches, every rank giving its replica's; None when there are no batches."""
-    training.buckets.wait_gather()  # the weights of the last update
+    """Mean loss over the targets of all batches, every rank giving its replica's; None when there are no batches.
+
+    It is that of the weights' average, where the optimizer keeps one.
+    """
+    with training.optimizer.averaged():
+        return _loss(training, batches, mesh)
+
+
+def _loss(training: Training, batches: Iterator[list[Batch]], mesh: Mesh) -> float | None:
     total = torch.zeros(2, dtype=torch.float64, device=training.optimizer.updates.device)  # [loss sum, targets]
     num_batches = 0
     for microbatches in batches:

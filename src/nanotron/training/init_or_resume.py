@@ -59,11 +59,14 @@ def init_or_resume(training: Training, config: Config, mesh: Mesh, store: Store 
     if load_optimizer:
         if unused and mesh.rank == 0:
             name = config.optimizer.optimizer_factory.name
+            key = "ema_decay=null" if unused == ["ema"] else f"optimizer_factory.name={name}"
             logger.warning(
                 f"{' and '.join(unused)} of {resume.checkpoint} are left behind: "
-                f"optimizer.optimizer_factory.name={name} keeps none, and its checkpoints will have none"
+                f"optimizer.{key} keeps none, and its checkpoints will have none"
             )
         training.optimizer.updates.fill_(state["optimizer_updates"])
+    else:
+        training.optimizer.start_average()
     if imported or not (going_on or checkpoints.load_lr_scheduler):
         logger.info(f"starting at step 0 with the weights of {resume.checkpoint}")
         return StartingPoint()
@@ -99,6 +102,7 @@ def _begin(training: Training, config: Config, mesh: Mesh, store: Store | None) 
         agreement = Agreement("weights", mesh.rank, mesh.world, store, timeout_s=config.general.timeout_s)
         verify = config.checkpoints.verify
         load_weights(init.path, _weights(training), config.model.model_config, agreement, verify=verify)
+        training.optimizer.start_average()
         logger.info(f"starting from the weights of {init.path}")
     else:
         training.initialize()

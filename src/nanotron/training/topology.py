@@ -5,23 +5,22 @@ The trainer, ``check``, the planner and generation all ask here, so they cannot 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanotron.logging import human_format
 from nanotron.models.families import family_of, layer_costs
 from nanotron.models.flops import head_flops
-from nanotron.models.hf_nanotron_names import matching
-from nanotron.models.specs import EMBED, StageModules, is_hidden
+from nanotron.models.specs import EMBED, StageModules
 from nanotron.parallel.mesh import training_axes
 from nanotron.parallel.params import ParamSpec
 from nanotron.pipeline.custom import find_schedule
 from nanotron.pipeline.schedules import Schedule
 from nanotron.pipeline.split import stage_layers
+from nanotron.training.groups import grouped
 
 if TYPE_CHECKING:
-    from nanotron.config import Config, OptimizerArgs
+    from nanotron.config import Config
 
 
 def mesh_axes(config: Config) -> dict[str, int | dict[str, int]]:
@@ -99,25 +98,6 @@ def parameter_specs(config: Config) -> dict[str, ParamSpec]:
     return grouped(specs, config.optimizer)
 
 
-def grouped(specs: Mapping[str, ParamSpec], optimizer: OptimizerArgs) -> dict[str, ParamSpec]:
-    """The parameters, updated as the optimizer's section says: its own settings, and those of groups that name them."""
-    factory, highest = optimizer.optimizer_factory, optimizer.learning_rate_scheduler.learning_rate
-    of: dict[str, dict[str, Any]] = {}
-    for name, spec in specs.items():
-        rule = "adamW" if factory.name == "muon" and not is_hidden(spec) else factory.name
-        of[name] = {"learning_rate": None, "weight_decay": optimizer.weight_decay, "optimizer": rule}
-    for group in optimizer.all_groups:
-        for name in matching(specs, group.params):
-            of[name] |= {key: said for key in of[name] if (said := getattr(group, key)) is not None}
-    result = {}
-    for name, (lr, weight_decay, rule) in ((name, tuple(said.values())) for name, said in of.items()):
-        if lr is None:
-            lr = factory.adam_learning_rate if factory.name == "muon" and rule == "adamW" else highest
-        scale = specs[name].lr_scale * lr / highest
-        result[name] = replace(specs[name], weight_decay=weight_decay, lr_scale=scale, optimizer=rule)
-    return result
-
-
 def has_owners(config: Config) -> bool:
-    """Whether some parameters are updated by the ranks that own whole matrices of them."""
-    return any(spec.optimizer == "muon" for spec in parameter_specs(config).values())
+    """Whether ranks own whole matrices, to update them."""
+    return config.optimizer.optimizer_factory.name == "muon"
