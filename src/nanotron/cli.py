@@ -72,6 +72,7 @@ def check(
     no_code: Annotated[
         bool, typer.Option("--no-code", help="Run no code that the config names; for files that came from others.")
     ] = False,
+    plot_lr: Annotated[bool, typer.Option("--plot-lr", help="Draw the learning rate of every update instead.")] = False,
 ) -> None:
     """Name every mistake in a config; without any, print it resolved, what was defaulted marked, and a summary.
 
@@ -84,7 +85,11 @@ def check(
     checked = examine(config_file, override, nproc, code=not no_code)
     for notice in checked.notices:
         complain(notice)
-    if resolved:
+    if plot_lr:
+        from nanotron.report.lr_chart import lr_chart
+
+        say(*lr_chart(checked.config))
+    elif resolved:
         say(dump(checked.config.to_dict()), end="")
     else:
         say(marked(checked), "", *summary(checked.config, code=not no_code))

@@ -7,7 +7,7 @@ import pytest
 from nanotron.optim.lr import learning_rate
 
 
-def schedule(style: str, *, warmup: int, start: int, decay: int, floor: float, warmup_style: str = "linear"):
+def schedule(style: str, *, warmup: int, start: int, decay: int, floor: float, warmup_style="linear", **more):
     return SimpleNamespace(
         learning_rate=1.0,
         lr_warmup_steps=warmup,
@@ -16,6 +16,7 @@ def schedule(style: str, *, warmup: int, start: int, decay: int, floor: float, w
         lr_decay_steps=decay,
         lr_decay_starting_step=start,
         min_decay_lr=floor,
+        **{"lr_rewarm_steps": 0, "lr_steps": [], **more},
     )
 
 
@@ -47,3 +48,27 @@ def test_constant_warmup_is_the_peak_from_the_first_update():
 
 def test_no_decay_steps_means_the_floor_right_after_the_plateau():
     assert learning_rate(schedule("cosine", warmup=2, start=2, decay=0, floor=0.25), 3) == 0.25
+
+
+def test_a_rewarmed_rate_rises_stays_and_falls_as_before_again_and_again():
+    rewarmed = schedule("linear", warmup=2, start=4, decay=4, floor=0.0, lr_rewarm_steps=1)
+    rates = [learning_rate(rewarmed, update) for update in range(1, 23)]
+    first, cycle = [0.5, 1, 1, 1, 0.75, 0.5, 0.25, 0], [1, 1, 1, 0.75, 0.5, 0.25, 0]
+    assert rates == pytest.approx([*first, *cycle, *cycle])
+    slowly = schedule("cosine", warmup=1, start=1, decay=2, floor=0.2, lr_rewarm_steps=4)
+    assert [learning_rate(slowly, update) for update in range(3, 10)] == pytest.approx(
+        [0.2, 0.4, 0.6, 0.8, 1.0, 0.6, 0.2]
+    )
+
+
+def test_an_inverse_square_root_goes_on_from_where_it_starts_down_to_its_floor():
+    falls = schedule("inverse-sqrt", warmup=2, start=4, decay=0, floor=0.3)
+    rates = [learning_rate(falls, update) for update in (1, 2, 3, 4, 16, 25, 64)]
+    assert rates == pytest.approx([0.5, 1, 1, 1, 0.5, 0.4, 0.3])
+    assert learning_rate(schedule("inverse-sqrt", warmup=0, start=0, decay=0, floor=0.0), 4) == 0.5
+
+
+def test_steps_are_what_the_list_says():
+    steps = [SimpleNamespace(step=4, learning_rate=0.3), SimpleNamespace(step=6, learning_rate=0.0)]
+    falls = schedule("steps", warmup=2, start=2, decay=0, floor=0.0, lr_steps=steps)
+    assert [learning_rate(falls, update) for update in range(1, 8)] == [0.5, 1, 1, 0.3, 0.3, 0, 0]

@@ -42,6 +42,7 @@ from nanotron.config.model import (
 from nanotron.config.training import (
     AdamWOptimizerArgs,
     LRSchedulerArgs,
+    LRStepArgs,
     MuonOptimizerArgs,
     OptimizerArgs,
     ParameterGroupArgs,
@@ -62,6 +63,7 @@ __all__ = [
     "ExistingCheckpointInit",
     "GeneralArgs",
     "LRSchedulerArgs",
+    "LRStepArgs",
     "LlamaConfig",
     "LoggingArgs",
     "MetricsLoggingArgs",

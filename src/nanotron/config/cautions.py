@@ -42,7 +42,7 @@ def _the_run_ends_before_its_schedule(config: Config) -> Findings:
     run = f"the run, {TRAIN_STEPS}={steps}"
     if warmup > steps:
         key, text = "lr_warmup_steps", f"{warmup} is longer than {run}, which ends while the learning rate still rises"
-    elif scheduler.min_decay_lr == scheduler.learning_rate:
+    elif scheduler.min_decay_lr == scheduler.learning_rate or scheduler.falls_by_itself:
         return
     elif start >= steps and length:
         key, text = "lr_decay_starting_step", f"{start} is not before the end of {run}: the learning rate does not fall"
@@ -117,6 +117,8 @@ DEFAULTS_THAT_DIFFER: dict[str, Callable[[Config], str]] = {
     f"{SCHEDULER}.min_decay_lr": lambda config: (
         f"left out, so the learning rate stays at {config.optimizer.learning_rate_scheduler.learning_rate} after"
         " warm-up; set it, e.g. to a tenth, for a decay"
+        if not config.optimizer.learning_rate_scheduler.falls_by_itself
+        else ""
     ),
 }
 """Keys whose absence has an effect that people may not expect, and the line that says so (empty: nothing to say)."""

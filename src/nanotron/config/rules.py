@@ -352,6 +352,41 @@ def _lowest_lr_is_lower(config: Config) -> Findings:
         )
 
 
+@rule(SCHEDULER, TRAIN_STEPS)
+def _learning_rate_falls_in_one_way(config: Config) -> Findings:
+    scheduler = config.optimizer.learning_rate_scheduler
+    style, steps = scheduler.lr_decay_style, scheduler.lr_steps
+    end = scheduler.lr_decay_starting_step + scheduler.lr_decay_steps
+    without = (
+        {"lr_decay_steps": 0, "lr_schedule_steps": None, "lr_rewarm_steps": 0} if scheduler.falls_by_itself else {}
+    )
+    for name, nothing in without.items():
+        value = getattr(scheduler, name)
+        if value != nothing and not was_filled(scheduler, name):
+            yield f"{SCHEDULER}.{name}", f"{value} has no effect with lr_decay_style={style}; leave it out"
+    if scheduler.lr_rewarm_steps and not scheduler.falls_by_itself and end >= config.tokens.train_steps:
+        yield (
+            f"{SCHEDULER}.lr_rewarm_steps",
+            f"{scheduler.lr_rewarm_steps} updates follow the fall, which ends with the run, {TRAIN_STEPS}="
+            f"{config.tokens.train_steps}; set lr_schedule_steps to less",
+        )
+    if (style == "steps") != bool(steps):
+        yield (
+            f"{SCHEDULER}.lr_steps",
+            "goes with lr_decay_style: steps; give both" if steps else "empty, but lr_decay_style is steps; list some",
+        )
+    for index, (before, each) in enumerate(zip([None, *steps], steps, strict=False)):
+        least = before.step if before else scheduler.lr_warmup_steps
+        if each.step <= least:
+            after = "the one before, at" if before else "the warm-up, which ends at"
+            yield f"{SCHEDULER}.lr_steps[{index}].step", f"{each.step} is not after {after} {least}"
+        if each.learning_rate > scheduler.learning_rate:
+            yield (
+                f"{SCHEDULER}.lr_steps[{index}].learning_rate",
+                f"{each.learning_rate} is above learning_rate={scheduler.learning_rate}; use at most that",
+            )
+
+
 @rule("optimizer.groups", "optimizer.optimizer_factory")
 def _groups_say_something(config: Config) -> Findings:
     factory = config.optimizer.optimizer_factory.name

@@ -177,6 +177,14 @@ class ParameterGroupArgs:
 
 
 @section
+class LRStepArgs:
+    """A learning rate that stays until the next."""
+
+    step: Int = required("Update, from 1, that it begins with.", example=1000, gt=0)
+    learning_rate: Float = required("Learning rate from there on.", example="3e-5", ge=0)
+
+
+@section
 class LRSchedulerArgs:
     """The learning rate of each update, counted from 1."""
 
@@ -185,7 +193,11 @@ class LRSchedulerArgs:
     lr_warmup_style: Derived[Lower[Literal["linear", "constant"]]] = derived(
         "How it rises; constant means at once.", "linear"
     )
-    lr_decay_style: Derived[Lower[Literal["linear", "cosine", "1-sqrt"]]] = derived("How it falls.", "linear")
+    lr_decay_style: Derived[Lower[Literal["linear", "cosine", "1-sqrt", "inverse-sqrt", "steps"]]] = derived(
+        "How it falls. inverse-sqrt: as 1/√update, from lr_decay_starting_step to the end of the run; steps: as"
+        " lr_steps says.",
+        "linear",
+    )
     lr_schedule_steps: Int | None = key(
         None,
         "Update with which the learning rate has fallen: the length of the schedule, which stays when the run becomes"
@@ -200,14 +212,28 @@ class LRSchedulerArgs:
         "Update after which it falls; up to there it stays at its highest.", "lr_warmup_steps", ge=0
     )
     min_decay_lr: Derived[Float] = derived(
-        "Learning rate after the fall.", "learning_rate, that is: it does not fall", ge=0
+        "Learning rate after the fall, or the lowest.",
+        "learning_rate, that is: it does not fall; 0 for inverse-sqrt and steps",
+        ge=0,
     )
+    lr_rewarm_steps: Int = key(
+        0,
+        "Re-warm: updates in which it rises again once it has fallen, to stay and fall as before, again and again; 0:"
+        " it stays where it has fallen to.",
+        ge=0,
+    )
+    lr_steps: list[LRStepArgs] = key(None, "What it falls to, and when, for lr_decay_style: steps.", factory=list)
+
+    @property
+    def falls_by_itself(self) -> bool:
+        """Whether the fall has no length and no end of its own."""
+        return self.lr_decay_style in ("inverse-sqrt", "steps")
 
     def __post_init__(self) -> None:
         fill(self, "lr_warmup_style", "linear")
         fill(self, "lr_decay_style", "linear")
         fill(self, "lr_decay_starting_step", self.lr_warmup_steps)
-        fill(self, "min_decay_lr", self.learning_rate)
+        fill(self, "min_decay_lr", 0.0 if self.falls_by_itself else self.learning_rate)
 
 
 @section
