@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILING = 5_980
+CEILING = 6_000
 """Lines. A capability may raise it in its own commit, and says so; beyond 6,000 something has to go."""
 
 
@@ -30,7 +30,7 @@ def test_the_readme_says_how_long_the_core_is() -> None:
 def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
     around = {
         "parallel": {"agreement.py", "store.py"},
-        "ops": set[str](),
+        "ops": {"host_memory.py"},
         "models": {
             "cache.py",
             "flops.py",

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "models": {"parallel", "ops", "config.model", "config.keys"},
     "pipeline": {"parallel", "ops"},
     "optim": {"parallel", "ops"},
-    "checkpoint": {"parallel"},
+    "checkpoint": {"parallel", "ops.host_memory"},
     "data": {"config", "parallel", "checkpoint.storage"},
     "metrics": {"config", "parallel", "models.families", "checkpoint.storage"},
     "convert": {"config", "parallel", "models", "checkpoint", "data"},

@@ -18,7 +18,8 @@ from nanotron.checkpoint.format import StateShard
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import agree_resume, newest_complete
 from nanotron.checkpoint.storage import LocalFolder
-from nanotron.checkpoint.write import Saver, host_memory
+from nanotron.checkpoint.write import Saver
+from nanotron.ops.host_memory import host_memory
 from nanotron.parallel import agreement
 from nanotron.parallel.params import Box
 from nanotron.parallel.store import LostPeers

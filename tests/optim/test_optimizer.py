@@ -14,11 +14,11 @@ SPECS = [matrix("layers.0.mlp.down.weight", 7, 5), norm("norm.weight", 7), matri
 ADAM = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
-def build(rule, dtype=torch.float32, specs=SPECS):
+def build(rule, dtype=torch.float32, specs=SPECS, home=None):
     """Everything updated by one rule but what names another, ``"sgd"``."""
     chunk = ToyChunk(specs, Mesh(), dtype)
     buckets = make_buckets(chunk, Mesh())
-    return chunk, buckets, Optimizer(buckets, {"adamW": rule, "sgd": SGD()})
+    return chunk, buckets, Optimizer(buckets, {"adamW": rule, "sgd": SGD()}, home=home)
 
 
 def give(chunk, buckets, step: int) -> None:
@@ -164,3 +164,25 @@ def kernels_of_one_step(num_layers: int) -> int:
 
 def test_kernels_of_an_update_do_not_grow_with_the_number_of_parameters():
     assert kernels_of_one_step(2) == kernels_of_one_step(20) <= 12
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 12), (torch.float32, 8), (torch.float64, 16)], ids=str)
+def test_state_kept_in_host_memory_makes_the_same_update(monkeypatch, dtype, size):
+    """``cpu:0`` is another place than ``cpu``: what goes to it and comes back is copied."""
+    kept: list[int] = []
+    monkeypatch.setattr(
+        "nanotron.optim.optimizer.host_memory",
+        lambda size, kinds: kept.append(size) or torch.empty(size, dtype=torch.uint8),
+    )
+    here, there = (build(AdamW(**ADAM), dtype, home=home) for home in (None, torch.device("cpu", 0)))
+    for chunk, buckets, optimizer in (here, there):
+        for step in (1, 2, 3):
+            give(chunk, buckets, step)
+            optimizer.step(1e-2, torch.tensor(2.0, dtype=torch.float64), torch.tensor(float(step == 2)))
+    for mine, theirs in zip(here[0].weights.values(), there[0].weights.values(), strict=True):
+        assert torch.equal(mine.data, theirs.data)
+    states = [{(kind, spec.name): tensor for kind, spec, _, tensor, _ in found[2].state()} for found in (here, there)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert sum(kept) == size * sum(bucket.numel for bucket in there[1].all)
+    assert float(there[2].updates) == 2

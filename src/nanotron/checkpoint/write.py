@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -33,6 +32,7 @@ from nanotron.checkpoint.format import (
 from nanotron.checkpoint.retention import delete_old_steps, delete_step
 from nanotron.checkpoint.safetensors import DTYPE_NAMES, Planned, write_file
 from nanotron.checkpoint.storage import Folder, open_folder
+from nanotron.ops.host_memory import host_memory
 from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.store import LostPeers, Store
 
@@ -72,19 +72,6 @@ class Snapshot:
             stop = start + piece.tensor.numel() * piece.tensor.element_size()
             yield piece, start, stop
             start = stop
-
-
-def host_memory(size: int, kinds: set[str]) -> torch.Tensor:
-    """``size`` bytes that devices of these kinds copy to without a detour, and no more than that.
-
-    torch's own allocator of pinned memory rounds up to the next power of two, so CUDA is told of an ordinary buffer.
-    """
-    if "cuda" not in kinds or not size:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=bool(size and kinds - {"cpu"}))
-    runtime, buffer = torch.cuda.cudart(), torch.empty(size, dtype=torch.uint8)  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
-    weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
-    return buffer
 
 
 class Saver:

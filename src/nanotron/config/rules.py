@@ -214,6 +214,16 @@ def _batch_has_one_size(config: Config) -> Findings:
     yield "tokens.global_batch_size", text
 
 
+@rule("optimizer.offload", "optimizer.optimizer_factory")
+def _muon_stays_on_the_device(config: Config) -> Findings:
+    if config.optimizer.offload and config.optimizer.optimizer_factory.name == "muon":
+        yield (
+            "optimizer.offload",
+            "true, but Muon's iterations are matmuls, which would take a CPU longer than the rest of the step; use"
+            " false, or optimizer.optimizer_factory.name: adamW",
+        )
+
+
 def sequence_lengths(config: Config) -> Iterator[tuple[str, int]]:
     if any(stage.sequence_length is None for stage in config.data_stages):
         yield SEQUENCE, config.tokens.sequence_length

@@ -249,6 +249,11 @@ class OptimizerArgs:
         ge=0,
         le=3,
     )
+    offload: bool = key(
+        False,
+        "Keep optimizer state and the master weights of half precision in host memory, and update them there. Saves"
+        " device memory, and a CPU's time is what an update takes; on a CPU it changes nothing.",
+    )
     weight_decay: Float = key(0.1, "Weight decay, per unit of learning rate; never on norms and biases.", ge=0)
     ema_decay: Float | None = key(
         None,

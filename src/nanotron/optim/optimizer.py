@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nanotron.ops.host_memory import host_memory
 from nanotron.optim.buckets import Bucket, Buckets
 from nanotron.parallel.params import Box, ParamSpec
 
@@ -35,8 +36,14 @@ class Shard(NamedTuple):
 
     @property
     def grad(self) -> Tensor:
-        """Its gradient in update precision: a copy only where that is another one, so it may be overwritten."""
-        return self.bucket.grad_shard.to(self.master.dtype)
+        """Its gradient in update precision, where the master weights are: a copy only where that is elsewhere, or
+        another one, so it may be overwritten.
+        """
+        return self.bucket.grad_shard.to(self.master)
+
+    def at(self, home: torch.device) -> Shard:
+        """The same where its moments are: weights that are their own masters are not."""
+        return self if self.master is not self.bucket.weight_shard else self._replace(master=self.master.to(home))
 
 
 class Step(NamedTuple):
@@ -65,13 +72,24 @@ class Optimizer:
     """Shards with master weights and moments, the update count, state entries for checkpoints.
 
     ``rules``: by the name that parameters have for the one that updates them. ``ema_decay``: how much of an
-    exponential moving average of the weights stays at each update; None: there is none.
+    exponential moving average of the weights stays at each update; None: there is none. ``home``: where moments, and
+    the master weights of half precision, are kept and updated; None: beside the weights.
     """
 
-    def __init__(self, buckets: Buckets, rules: Mapping[str, Rule], *, ema_decay: float | None = None) -> None:
+    def __init__(
+        self,
+        buckets: Buckets,
+        rules: Mapping[str, Rule],
+        *,
+        ema_decay: float | None = None,
+        home: torch.device | None = None,
+    ) -> None:
         self._buckets, self._rules, self._ema_decay = buckets, rules, ema_decay
+        device = buckets.all[0].weight_shard.device
+        self._home = home or device
+        self._elsewhere = self._home != device
         self._shards = [self._shard(bucket) for bucket in buckets.all]
-        self.updates = torch.zeros((), dtype=torch.float32, device=buckets.all[0].weight_shard.device)
+        self.updates = torch.zeros((), dtype=torch.float32, device=device)
         """Updates made, those skipped for a non-finite gradient not counted."""
 
     def step(self, lr: float, grad_scale: Tensor, found_inf: Tensor) -> None:
@@ -81,17 +99,19 @@ class Optimizer:
         """
         self.updates += 1
         found_inf = found_inf.float()
+        step = Step(lr, *(number.to(self._home) for number in (grad_scale, found_inf, self.updates)))
         for name, rule in self._rules.items():
             shards = [shard for shard in self._shards if shard.bucket.key.optimizer == name]
-            if shards:
-                rule.update(shards, Step(lr, grad_scale, found_inf, self.updates))
+            for alike in [[shard] for shard in shards] if self._elsewhere else [shards] if shards else []:
+                at_home = [shard.at(self._home) for shard in alike]
+                rule.update(at_home, step)
+                for shard in at_home:
+                    if self._ema_decay is not None:
+                        moves = (1.0 - self._ema_decay) * (1.0 - step.found_inf)
+                        shard.moments["ema"].lerp_(shard.master, moves.to(shard.master.dtype))
+                    if shard.master is not shard.bucket.weight_shard:
+                        shard.bucket.weight_shard.copy_(shard.master)
         self.updates -= found_inf
-        for shard in self._shards:
-            if self._ema_decay is not None:
-                moves = (1.0 - self._ema_decay) * (1.0 - found_inf)
-                shard.moments["ema"].lerp_(shard.master, moves.to(shard.master.dtype))
-            if shard.master.dtype != shard.bucket.weight_shard.dtype:
-                shard.bucket.weight_shard.copy_(shard.master)
 
     def load_masters_from_weights(self) -> None:
         """Start the master weights from the weights, after initialisation or a weights-only load."""
@@ -143,10 +163,19 @@ class Optimizer:
 
     def _shard(self, bucket: Bucket) -> Shard:
         weights = bucket.weight_shard
-        master = weights.to(torch.promote_types(weights.dtype, torch.float32))  # itself when the dtype is equal
         names = [*self._rules[bucket.key.optimizer].moment_names, *["ema"] * (self._ema_decay is not None)]
-        moments = {name: torch.zeros_like(master) for name in names}
+        master = weights  # unless they are of half precision
+        if weights.dtype != (precision := torch.promote_types(weights.dtype, torch.float32)):
+            master = self._kept(weights, precision).copy_(weights)
+        moments = {name: self._kept(master).zero_() for name in names}
         return Shard(bucket, master, moments)
+
+    def _kept(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for a shard's state."""
+        if not self._elsewhere:
+            return torch.empty_like(like, dtype=dtype)
+        size = torch.empty((), dtype=dtype or like.dtype).element_size() * like.numel()
+        return host_memory(size, {like.device.type}).view(dtype or like.dtype)
 
 
 class AdamW(Rule):

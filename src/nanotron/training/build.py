@@ -85,4 +85,5 @@ def build_optimizer(config: Config, buckets: Buckets, mesh: Mesh) -> Optimizer:
             scale=factory.muon_scale,
             ns_dtype=getattr(torch, factory.muon_ns_dtype),
         )
-    return Optimizer(buckets, rules, ema_decay=config.optimizer.ema_decay)
+    home = torch.device("cpu") if config.optimizer.offload else None
+    return Optimizer(buckets, rules, ema_decay=config.optimizer.ema_decay, home=home)
