@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILING = 6_000
+CEILING = 5_700
 """Lines. A capability may raise it in its own commit, and says so; beyond 6,000 something has to go."""
 
 
@@ -30,9 +30,10 @@ def test_the_readme_says_how_long_the_core_is() -> None:
 def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
     around = {
         "parallel": {"agreement.py", "store.py"},
-        "ops": {"host_memory.py"},
+        "ops": {"experts.py", "host_memory.py"},
         "models": {
             "cache.py",
+            "experts.py",
             "flops.py",
             "latent_attention.py",
             "latent_decoder.py",
@@ -46,7 +47,7 @@ def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
         },
         "pipeline": {"custom.py", "draw.py", "trace.py"},
         "optim": {"muon.py", "norms.py", "owners.py", "sharding.py"},
-        "training": {"diagnostics.py", "evaluate.py", "groups.py", "init_or_resume.py"},
+        "training": {"balance.py", "diagnostics.py", "evaluate.py", "groups.py", "init_or_resume.py"},
     }
     for room, (files, _) in rooms().items():
         there = {path.name for path in (ROOT / "src" / "nanotron" / room).glob("*.py")} - {"__init__.py"}
