@@ -274,6 +274,8 @@ class Buckets:
         def before_block(block: str) -> None:
             for bucket in used_by[block]:
                 bucket.wait()
+            if self._whole_grads and block == uses[-1].block:
+                self._whole_grads.settle()
 
         chunk.hooks.before_block = before_block
         if self._whole_weights:

@@ -1,14 +1,16 @@
 """ZeRO stages 2 and 3: gradients, and at stage 3 weights, that are whole only while a block needs them.
 
-A block's matrices, of which each rank keeps its shards, are whole in one of two buffers, as long as the largest block:
+A block's matrices, of which each rank keeps its shards, are whole in a tensor that is made for it and dropped; of
+either kind there are at most two at a time:
 
     weights    gather 0 │ compute 0, gather 1 │ compute 1, gather 2 │ …   the next block's arrive meanwhile; in backward
                                                                           those of the block before
     gradients  … │ backward 2 │ backward 1, send 2 │ backward 0, send 1   a block's leave after each microbatch, and are
-                                                                          added to the shards when a buffer is wanted
+                                                                          added to the shards when a third is wanted
 
-What a buffer holds when it is wanted for another block is gone; until then it need not be gathered again. All ranks
-gather and send in one order: that of the pipeline's program, and within it that of the blocks.
+Weights stay until a third block's are gathered, and need not be gathered again until then. The last gradients are
+added to their shards when the next forward comes to its last block, where activations weigh most. All ranks gather and
+send in one order: that of the pipeline's program, and within it that of the blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from nanotron.parallel.comm import start_all_gather, start_reduce_scatter
 if TYPE_CHECKING:
     from nanotron.optim.buckets import Bucket
 
-BUFFERS = 2
+AT_ONCE = 2
 
 
 @dataclass(eq=False)
@@ -41,56 +43,51 @@ class Block:
     def numel(self) -> int:
         return sum(bucket.numel for bucket in self.buckets)
 
-    def parts(self, buffer: Tensor) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each bucket with its part of a buffer that holds the block."""
-        return zip(
-            self.buckets, torch.split(buffer[: self.numel], [bucket.numel for bucket in self.buckets]), strict=True
-        )
+    def parts(self, flat: Tensor) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket with its part of a flat tensor that holds the block."""
+        return zip(self.buckets, torch.split(flat, [bucket.numel for bucket in self.buckets]), strict=True)
 
 
 class WholeWeights:
     """The weights of the blocks that compute now and next (stage 3)."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
-        self._buffers = _buffers(blocks, blocks[0].buckets[0].weight_shard)
-        self._held: list[Block | None] = [None] * BUFFERS
-        self._arriving: list[list[Work]] = [[] for _ in range(BUFFERS)]
-        self._current = 0  # which buffer's block computes
-        self._absent = self._buffers[0].new_full((), torch.nan)  # whoever reads what is not there shall see it
+        self._arriving: dict[Block, list[Work]] = {}  # of the blocks that are whole, or will be
+        self._current: Block | None = None
+        self._absent = blocks[0].buckets[0].weight_shard.new_full((), torch.nan)  # who reads what is not there sees it
         for block in blocks:
             self._leave(block)
 
     def use(self, block: Block, following: Block | None) -> None:
         """Have a block's weights whole, and begin to gather those of the block that comes next."""
-        self._current = self._gather(block)
-        _wait(self._arriving[self._current])
+        self._gather(block)
+        self._current = block
+        _wait(self._arriving[block])
         if following is not None:
             self._gather(following)
 
     def forget(self) -> None:
         """The shards have changed: what was gathered is not the weights any more."""
-        for index in range(BUFFERS):
-            self._empty(index)
+        self._current = None
+        for block in list(self._arriving):
+            self._drop(block)
 
-    def _gather(self, block: Block) -> int:
-        """Begin to gather a block, unless a buffer holds it; which one does."""
-        if block in self._held:
-            return self._held.index(block)
-        index = 1 - self._current
-        self._empty(index)
-        self._held[index] = block
-        for bucket, flat in block.parts(self._buffers[index]):
+    def _gather(self, block: Block) -> None:
+        """Begin to gather a block that is not whole, in place of one that does not compute."""
+        if block in self._arriving:
+            return
+        if len(self._arriving) == AT_ONCE:
+            self._drop(next(held for held in self._arriving if held is not self._current))
+        works = self._arriving[block] = []
+        for bucket, flat in block.parts(self._absent.new_empty(block.numel)):
             work = start_all_gather(flat, bucket.weight_shard, bucket.weight_group)
-            self._arriving[index] += [work] if work is not None else []
+            works += [work] if work is not None else []
             for slot in bucket.slots:
                 slot.weight.data = slot.of(flat)
-        return index
 
-    def _empty(self, index: int) -> None:
-        _wait(self._arriving[index])
-        block, self._held[index] = self._held[index], None
-        if block is not None:
-            self._leave(block)
+    def _drop(self, block: Block) -> None:
+        _wait(self._arriving.pop(block))
+        self._leave(block)
 
     def _leave(self, block: Block) -> None:
         for bucket in block.buckets:
@@ -104,7 +101,7 @@ class WholeGrads:
     def __init__(self, blocks: Sequence[Block], lines: Sequence[Line]) -> None:
         """``lines``: of each chunk."""
         self._lines = lines
-        self._idle = _buffers(blocks, blocks[0].buckets[0].grad_shard)
+        self._like = blocks[0].buckets[0].grad_shard
         self._adding: dict[Block, Tensor] = {}
         self._leaving = deque[tuple[Block, Tensor, list[Work]]]()  # oldest first
 
@@ -114,40 +111,40 @@ class WholeGrads:
             line.start(microbatches, sequence_length)
 
     def of(self, block: Block) -> Tensor:
-        """The buffer that a block's gradients are added to: zeros, if these are the first."""
+        """What a block's gradients are added to: zeros, if these are the first."""
         if block not in self._adding:
-            while not self._idle and self._leaving:
+            while self._leaving and len(self._adding) + len(self._leaving) >= AT_ONCE:
                 self._arrive()
-            largest = next(iter(self._adding.values()), None)  # gradients of more blocks came than buffers are there
-            buffer = self._idle.pop() if largest is None or self._idle else torch.empty_like(largest)
-            buffer[: block.numel].zero_()
-            self._adding[block] = buffer
+            self._adding[block] = self._like.new_zeros(block.numel)
         return self._adding[block]
 
     def contributed(self, chunk: int, block: Block) -> None:
         """Count a contribution, and send the gradients that are complete and next in the chunk's line."""
         for complete in self._lines[chunk].passed(block):
-            buffer, works = self.of(complete), list[Work]()
-            for bucket, flat in complete.parts(buffer):
+            whole, works = self.of(complete), list[Work]()
+            for bucket, flat in complete.parts(whole):
                 work = start_reduce_scatter(flat[bucket.shard], flat, bucket.gradient_group)
                 works += [work] if work is not None else []
             del self._adding[complete]
-            self._leaving.append((complete, buffer, works))
+            self._leaving.append((complete, whole, works))
 
     def finish(self) -> None:
         """Have all gradients in the shards."""
         for line in self._lines:
             line.finish()
+        self.settle()
+
+    def settle(self) -> None:
+        """Add all that has left to its shards."""
         while self._leaving:
             self._arrive()
 
     def _arrive(self) -> None:
         """Add what left first to its shards."""
-        block, buffer, works = self._leaving.popleft()
+        block, whole, works = self._leaving.popleft()
         _wait(works)
-        for bucket, flat in block.parts(buffer):
+        for bucket, flat in block.parts(whole):
             bucket.grad_shard += flat[bucket.shard]
-        self._idle.append(buffer)
 
 
 class Line:
@@ -182,11 +179,6 @@ class Line:
         if self._passed < self._all:
             block, _ = self._needed[self._passed % len(self._needed)]
             raise AssertionError(f"{block.buckets[0].slots[0].spec.name}…: gradients never came")
-
-
-def _buffers(blocks: Sequence[Block], like: Tensor) -> list[Tensor]:
-    """As long as the largest block, each."""
-    return [like.new_empty(max(block.numel for block in blocks)) for _ in range(BUFFERS)]
 
 
 def _wait(works: list[Work]) -> None:
