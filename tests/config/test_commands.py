@@ -35,6 +35,7 @@ WORLD = {
     "config_tiny_llama.yaml": 8,
     "config_tiny_moe.yaml": 8,
     "config_tiny_muon.yaml": 4,
+    "config_tiny_sharded.yaml": 8,
 }
 
 # The file that every reader of the documentation knows; the example is this text below its comment for editors.

@@ -25,6 +25,7 @@ def test_there_is_a_small_example() -> None:
         "config_tiny_llama.yaml",
         "config_tiny_moe.yaml",
         "config_tiny_muon.yaml",
+        "config_tiny_sharded.yaml",
     ]
 
 
@@ -33,6 +34,7 @@ def test_a_small_example_trains(file: Path, tmp_path: Path) -> None:
     corpus = f"{{corpus: stdlib, folder: {ROOT / 'data' / 'stdlib-bpe4096'}}}"  # prepared once for all tests
     overrides = [
         *(f"parallelism.{axis}=1" for axis in ("dp", "context_parallel_size", "expert_parallel_size", "tp", "pp")),
+        *(["parallelism.dp_shard=1"] if check(file).parallelism.dp_shard else []),
         *("tokens.train_steps=2", "optimizer.learning_rate_scheduler.lr_warmup_steps=1"),
         *("tokens.batch_accumulation_per_replica=1", "general.threads_per_rank=1"),
         f"data_stages=[{{name: a, start_training_step: 1, data: {{dataset: {corpus}}}}}]",

@@ -240,3 +240,20 @@ def test_no_mistake_hides_another(tmp_path: Path) -> None:
         "data_stages[1].name",
         "data_stages[1].start_training_step",
     ]
+
+
+def test_what_sharding_costs_or_does_not_save_gets_a_notice(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+
+    def notices(dp: int, stage: int) -> list[str]:
+        text = RIGHT.replace("dp: 2", f"dp: {dp}").replace("optimizer:\n", f"optimizer:\n  zero_stage: {stage}\n")
+        file.write_text(text)
+        return [line.split("optimizer.zero_stage: ")[1] for line in examine(file).notices if "zero_stage" in line]
+
+    gathered = "gradients are sent and weights are gathered twice for each of 4 micro-batches"
+    assert notices(2, 1) == []
+    assert notices(1, 3) == ["3 shards nothing: there is one replica (parallelism.dp=1)"]
+    assert notices(2, 3) == [
+        f"3 with parallelism.pp=2: {gathered}, where optimizer.zero_stage=1 sends both once; `nanotron plan` prices it"
+    ]
+    assert "weights" not in notices(2, 2)[0]

@@ -8,10 +8,12 @@ from nanotron.config.config import Config
 from nanotron.config.data import NanosetDatasetsArgs
 from nanotron.config.model import Qwen2Config
 from nanotron.config.rules import (
+    ACCUMULATION,
     SCHEDULER,
     SEQUENCE,
     STAGE_SEQUENCES,
     TRAIN_STEPS,
+    ZERO_STAGE,
     Findings,
     Rule,
     declare,
@@ -66,6 +68,23 @@ def _validation_takes_place(config: Config) -> Findings:
         yield (
             f"data_stages[{index}].validation",
             f"is never read with tokens.val_check_interval={interval}; set the steps from one validation to the next",
+        )
+
+
+@caution(ZERO_STAGE, "parallelism.dp", "parallelism.context_parallel_size", "parallelism.pp", ACCUMULATION)
+def _sharding_has_its_price(config: Config) -> Findings:
+    layout, stage = config.parallelism, config.optimizer.zero_stage
+    microbatches = config.tokens.batch_accumulation_per_replica
+    if stage < 2:
+        return
+    if layout.dp * layout.context_parallel_size == 1:
+        yield ZERO_STAGE, f"{stage} shards nothing: there is one replica (parallelism.dp=1)"
+    elif layout.pp > 1 and microbatches > 1:
+        also = " and weights are gathered twice" if stage == 3 else ""
+        yield (
+            ZERO_STAGE,
+            f"{stage} with parallelism.pp={layout.pp}: gradients are sent{also} for each of {microbatches} "
+            f"micro-batches, where {ZERO_STAGE}=1 sends both once; `nanotron plan` prices it",
         )
 
 
