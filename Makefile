@@ -4,6 +4,7 @@
 # make nightly what `make test` has in small, in full: parity, torture, tests of more layouts, ten times the examples
 # make torture runs killed, stopped, cut off, with flipped bits and full disks, for an hour (TORTURE="--seed 7 --only links")
 # make bench   ours and the peers in turn, as tables: docs/benchmarks.md (BENCH="one dp2 --rounds 5" chooses)
+# make slurm   a Slurm cluster of two nodes on this machine (as root, on Debian): submit, preempt, requeue, resume
 # make setup   only .venv           make lock    pin new versions (needs uv)
 # make reference   docs/config.md, the compatibility table and the schema, written anew from the config's declarations
 
@@ -18,7 +19,7 @@ BENCH :=
 TORTURE := --seconds 3600
 WORKERS := 2
 
-.PHONY: train test slowest lint parity torture nightly bench setup lock reference
+.PHONY: train test slowest lint parity torture nightly slurm bench setup lock reference
 .DEFAULT_GOAL := train
 
 setup: $(STAMP)
@@ -57,6 +58,10 @@ torture: setup
 nightly: setup
 	$(BIN)/python -m pytest -m "" --hypothesis-profile=nightly
 	$(MAKE) parity torture
+
+slurm: setup
+	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge
+	$(BIN)/python -m pytest -m "" tests/slurm
 
 bench: setup
 	$(BIN)/python -m bench $(BENCH)

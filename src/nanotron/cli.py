@@ -237,6 +237,40 @@ def schema(
 
 
 @app.command()
+def slurm(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes.", show_default="as many as dp · cp · tp · pp needs")
+    ] = None,
+    per_node: Annotated[int, typer.Option(min=1, help="Ranks of a node, each with a GPU of its own.")] = 8,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Ask for no GPUs.")] = False,
+    time: Annotated[str, typer.Option(help="Limit of the job, as sbatch reads it.")] = "24:00:00",
+    sbatch: Annotated[
+        list[str], typer.Option(help="A further option of sbatch: `--partition=big`. Repeatable.", show_default=False)
+    ] = [],  # noqa: B006
+    submit: Annotated[bool, typer.Option("--submit", help="Hand the script in.")] = False,
+) -> None:
+    """Write a Slurm batch script for a run, which is queued again when it was preempted and has saved."""
+    from nanotron.check import examine
+    from nanotron.launch import slurm
+
+    config = examine(config_file, override, nodes * per_node if nodes else None).config
+    world = config.parallelism.world_size
+    per_node = min(per_node, world) if nodes is None else per_node
+    if nodes is None and world % per_node:
+        raise ConfigError(
+            f"--per-node {per_node}: does not divide the {world} ranks of the layout; choose one that does"
+        )
+    argv = ["--config-file", str(config_file.absolute()), *(f"--override={change}" for change in override)]
+    text = slurm.script(
+        config, argv, nodes=nodes or world // per_node, per_node=per_node, gpus=not cpu, time=time, options=sbatch
+    )
+    path = slurm.write_script(config, text)
+    say(f"{path}: job {slurm.submit(path)}" if submit else f"{path}: next, `sbatch {path}`")
+
+
+@app.command()
 def timeline(
     config_file: ConfigFile,
     override: Overrides = [],  # noqa: B006

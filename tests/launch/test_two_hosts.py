@@ -6,6 +6,7 @@ the same command goes on to the last bit.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -18,8 +19,8 @@ import pytest
 import yaml
 
 from nanotron.launch import codes
-from tests.checkpoint.runs import different, metrics_of, values_of
-from tests.commands import Command
+from tests.checkpoint.runs import SAMPLES, different, metrics_of, values_of
+from tests.commands import LONGEST_S, Command
 from tests.torture.links import ADDRESS, Machine, num_steps, two_machines, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"needs two network namespaces: {why_not()}")
@@ -32,15 +33,14 @@ SCRIPT = Path(__file__).parents[1] / "torture" / "trapped.py"
 
 def launch(folder: Path, machine: Machine, *options: str, config: str = "x.yaml") -> Command:
     """Start torchrun on a host, as somebody would by hand."""
-    environment = {
-        "NETNS": machine.name,
-        "HOST": machine.name,
-        "GLOO_SOCKET_IFNAME": machine.interface,
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = {"NETNS": machine.name, "HOST": machine.name, "GLOO_SOCKET_IFNAME": machine.interface}
+    environment |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int("--nnodes=1:2" in options))}
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESS}:{PORT}", "--rdzv-id=x", "--shutdown-timeout=60"]
     number = int(machine.interface[-1])
-    rendezvous += [f"--local-addr=10.77.0.{1 + number}", f"--rdzv-conf=is_host={1 - number},join_timeout=120"]
+    rendezvous += [
+        f"--local-addr=10.77.0.{1 + number}",
+        f"--rdzv-conf=is_host={1 - number},join_timeout=120,last_call_timeout=3",
+    ]
     command = (*rendezvous, *options, SCRIPT, "--config-file", config)
     return Command(folder, SCRIPT, "torchrun", *command, environment=environment)
 
@@ -63,16 +63,14 @@ def send(machine: Machine, number: signal.Signals) -> None:
 
 
 def values(folder: Path, **changes: Any) -> dict[str, Any]:
-    return values_of(
-        folder / "run",
-        (1, 2, 2),
-        general__heartbeat_s=HEARTBEAT_S,
-        general__timeout_s=600.0,
-        general__threads_per_rank=1,
-        tokens__train_steps=STEPS,
-        checkpoints__checkpoint_interval=INTERVAL,
-        **changes,
-    )
+    usual = {
+        "general__heartbeat_s": HEARTBEAT_S,
+        "general__timeout_s": 600.0,
+        "general__threads_per_rank": 1,
+        "tokens__train_steps": STEPS,
+        "checkpoints__checkpoint_interval": INTERVAL,
+    }
+    return values_of(folder / "run", (1, 2, 2), **usual | changes)
 
 
 @contextmanager
@@ -80,9 +78,7 @@ def running(folder: Path, machines: list[Machine], until: int, *options: str) ->
     """A launch on both hosts that has made so many steps; it is gone afterwards."""
     hosts = [launch(folder, machine, *options) for machine in machines]
     try:
-        while num_steps(folder) < until:
-            assert all(host.poll() is None for host in hosts), [host.communicate() for host in hosts]
-            time.sleep(0.05)
+        wait_for(hosts, lambda: num_steps(folder) >= until)
         yield hosts
     finally:
         for machine in machines:
@@ -160,3 +156,43 @@ def test_whatever_befalls_a_host_is_named_in_seconds_and_the_run_goes_on_to_the_
     assert done.wait() == codes.DONE, done.communicate()
     assert metrics_of(hurt / "run") == metrics_of(plain / "run")
     assert different(hurt / "run" / str(STEPS), plain / "run" / str(STEPS)) == []
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_with_one_host_and_with_two_again_and_its_curve_does_not_tell(tmp_path: Path) -> None:
+    changed = {"parallelism__dp": "auto", "parallelism__pp": 1, "tokens__global_batch_size": SAMPLES}
+    for name in ("elastic", "plain"):
+        (tmp_path / name).mkdir()
+        config = values(tmp_path / name, **changed, tokens__micro_batch_size=2, tokens__train_steps=200)
+        del config["tokens"]["batch_accumulation_per_replica"]
+        (tmp_path / name / "x.yaml").write_text(yaml.safe_dump(config))
+    elastic, plain = tmp_path / "elastic", tmp_path / "plain"
+    options = ("--nnodes=1:2", "--nproc_per_node=2", "--max-restarts=3")
+    with two_machines() as machines:
+        there = machines[1]
+        with running(elastic, machines, 10, *options) as hosts:
+            send(there, signal.SIGKILL)
+            wait_for(hosts[:1], lambda: layouts(elastic)[-1:] == ["tp 2"] and num_steps(elastic) > 40)
+            back = launch(elastic, there, *options)
+            assert hosts[0].wait() == codes.DONE, hosts[0].communicate()
+            assert back.wait() == codes.DONE, back.communicate()
+    assert layouts(elastic) == ["dp 2 · tp 2", "tp 2", "dp 2 · tp 2"]
+    done = Command(plain, "train", "x.yaml")
+    assert done.wait() == codes.DONE, done.communicate()
+    curves = [[row["lm_loss"] for row in metrics_of(folder / "run")] for folder in (elastic, plain)]
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+def layouts(folder: Path) -> list[str]:
+    """Those that a run has had, in order."""
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [row["layout"] for row in rows if "layout" in row]
+
+
+def wait_for(hosts: list[Command], happened: Callable[[], bool]) -> None:
+    """Wait while these hosts are at work."""
+    deadline = time.monotonic() + LONGEST_S
+    while not happened():
+        assert all(host.poll() is None for host in hosts), [host.communicate() for host in hosts]
+        assert time.monotonic() < deadline, [host._texts() for host in hosts]
+        time.sleep(0.05)

@@ -7,6 +7,7 @@ watch.py      what a rank does that is told to stop, or whose launcher or peers 
 failures.py   which rank failed first, on disk; roll.py: and through the store
 folder.py     the run directory and the files that describe the run
 host.py       all ranks of one machine, started and watched by one parent                           (nanotron train)
+slurm.py      the batch script of a Slurm job                                                       (nanotron slurm)
 signals.py    signals to stop, heard by the parent before there are ranks
 streams.py    standard output and error, whatever becomes of them
 display.py    the live display, drawn from metrics.jsonl                                            (nanotron watch)

@@ -63,7 +63,7 @@ class Peers:
         place = self._place
         if place.world == 1 or self.training_store is not None:
             return
-        is_holder = place.rank == 0 and not place.launched  # a launcher holds its own
+        is_holder = place.rank == 0 and not place.store_is_launchers
         hold = is_holder and _hold_store(place.port, timeout_s)
         store: Store = hold or _reach_store(place.address, place.port, timeout_s)
         # a connection of its own: the main thread's may be in a wait

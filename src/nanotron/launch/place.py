@@ -30,9 +30,11 @@ class Place:
     """MASTER_ADDR, where ranks meet, and with ``port`` MASTER_PORT; unused in a run of one process."""
     port: int = 0
     launched: bool = False
-    """Whether a launcher watches over this process and holds the store at that address: torchrun, or our own."""
+    """Whether a launcher watches over this process: torchrun, or our own."""
+    store_is_launchers: bool = False
+    """Whether that launcher holds the store at the address, else rank 0 does."""
     restartable: bool = False
-    """Whether the launcher may start the ranks again, more or fewer of them, around one store: torchrun."""
+    """Whether the launcher may start the ranks again, more or fewer of them, around its store: torchrun."""
 
     @property
     def num_nodes(self) -> int:
@@ -52,6 +54,8 @@ class Place:
         if world > 1:
             numbers.need("RANK", "MASTER_ADDR", "MASTER_PORT")
         local_world = numbers.read("LOCAL_WORLD_SIZE", world, least=1, most=world)
+        by_torchrun = "TORCHELASTIC_RUN_ID" in environment
+        has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         rank = numbers.read("RANK", 0, least=0, most=world - 1)
         place = Place(
             rank=rank,
@@ -60,8 +64,9 @@ class Place:
             local_world=local_world,
             address=environment.get("MASTER_ADDR", ""),
             port=numbers.read("MASTER_PORT", 0, least=1, most=65535) if world > 1 else 0,
-            launched=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            restartable="TORCHELASTIC_RUN_ID" in environment,
+            launched=by_torchrun or has_store,
+            store_is_launchers=has_store,
+            restartable=by_torchrun and has_store,
         )
         if numbers.problems:
             raise ConfigError(numbers.problems)
