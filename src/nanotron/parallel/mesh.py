@@ -19,7 +19,7 @@ differently on different ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from itertools import product
 from math import prod
@@ -167,8 +167,10 @@ class Mesh:
         rows: bool = False,
         owners: bool = False,
     ) -> None:
-        """Create every communicator this mesh will use, each among its own ranks alone, on all in the same order.
+        """Create every communicator this mesh will use, on all ranks in the same order.
 
+        One call per kind of group: among the group's own ranks alone, or, where the backend can (NCCL), one split of
+        the whole world into all groups of that kind.
         ``reductions``: products of data parts that some gradients are summed over, besides all of them.
         ``tied_stages``: pipeline coordinates that hold copies of one parameter; their ranks sum its gradient.
         ``rows``: whether the ranks of a replica pass rows of a stream on, ``group("pp", "cp", "tp", purpose="rows")``.
@@ -187,9 +189,9 @@ class Mesh:
         wanted += [("rows", ("pp", "cp", "tp"))] if rows else []
         wanted += [("forward", ("pp",)), ("backward", ("pp",))]
         for purpose, axes in wanted:
-            self._create(purpose, self.ranks_along(*axes), timeout)
-        if self.coord("pp") in tied_stages:
-            self._create("gradients", self._tied_ranks(tied_stages), timeout)
+            self._create(purpose, lambda mesh, axes=axes: mesh.ranks_along(*axes), timeout)  # type: ignore[misc]
+        if tied_stages:
+            self._create("gradients", lambda mesh: mesh._tied_ranks(tied_stages), timeout)
 
     def group(self, *axes: str, purpose: Purpose = "compute") -> ProcessGroup | None:
         """The communicator of ``ranks_along(*axes)`` for a purpose, or None when that is this rank alone.
@@ -218,12 +220,34 @@ class Mesh:
     def _tied_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.rank_at(pp=stage) for stage in sorted(set(stages)))
 
-    def _create(self, purpose: Purpose, ranks: tuple[int, ...], timeout: timedelta | None) -> None:
+    def _create(self, purpose: Purpose, ranks_of: Callable[[Mesh], tuple[int, ...]], timeout: timedelta | None) -> None:
+        """Create this rank's group of those that ``ranks_of`` gives each rank; some are of no rank of some stages."""
         import torch.distributed as dist
 
-        if len(ranks) == 1 or (purpose, ranks) in self._groups or (purpose == "control" and len(ranks) == self.world):
+        ranks = ranks_of(self)
+        whole = purpose == "control" and len(ranks) == self.world
+        if len(ranks) == 1 or whole or (purpose, ranks) in self._groups:
             return
-        self._groups[purpose, ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        group = None
+        if _can_split():
+            held: dict[int, tuple[int, ...]] = {}  # rank -> its group
+            for rank in range(self.world):
+                if rank not in held:
+                    held |= dict.fromkeys(found := ranks_of(self.seen_by(rank)), found)
+            group = dist.split_group(split_ranks=list(map(list, dict.fromkeys(held.values()))), timeout=timeout)
+        elif self.rank in ranks:
+            group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        if group is not None:
+            self._groups[purpose, ranks] = group
+
+
+def _can_split() -> bool:
+    """Whether the default group can be split, in one call of the whole world: NCCL's on its device, gloo's not."""
+    from torch.distributed import group
+
+    world = group.WORLD
+    device = world.bound_device_id if world is not None else None
+    return world is not None and device is not None and bool(world._get_backend(device).supports_splitting)
 
 
 def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
