@@ -50,7 +50,8 @@ def validate_and_train(rank, world, folder, held_out, layout, limit, validates, 
     losses, validations = [], []
     for update in (1, 2):
         if validates:
-            validations.append(validation_loss(training, feed.validation(update), mesh))
+            found = validation_loss(training, feed.validation(update), mesh)
+            validations.append(None if found is None else found.item())
         losses.append(training.step(update, feed.step(update).microbatches).read().lm_loss)
     feed.close()
     return validations, losses

@@ -49,7 +49,7 @@ def stopwatch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(Training, "step", takes(lambda training, update, _: of_step(update), Training.step))
     monkeypatch.setattr(Saver, "save", takes(lambda *_: SAVING, Saver.save))
     monkeypatch.setattr(ControlWord, "read", takes(lambda *_: READING, ControlWord.read))
-    monkeypatch.setattr(trainer, "validation_loss", takes(lambda *_: VALIDATION, lambda *_: 1.5))
+    monkeypatch.setattr(trainer, "validation_loss", takes(lambda *_: VALIDATION, lambda *_: torch.tensor(1.5)))
     return clock
 
 

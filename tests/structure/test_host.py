@@ -1,4 +1,5 @@
-"""The host never waits for the device inside a step: nothing is read back, nothing is copied in step with it.
+"""The host never waits for the device inside a step nor between steps: nothing is read back, nothing is copied in step
+with it; a step's few numbers are sent to the host behind it, and read when the next one has been made.
 
 But a layer with experts reads how many rows they get, once, for so many have to be sent and multiplied.
 
@@ -9,6 +10,7 @@ to it is seen. It also takes the ways through the code that every device but a C
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +20,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.batch import Batch, document_spans
+from nanotron.checkpoint.write import Saver
+from nanotron.config import get_config_from_dict
+from nanotron.data.feed import Feed
+from nanotron.launch import codes
+from nanotron.metrics.columns import WEIGHT_NORM
+from nanotron.metrics.record import Metrics
+from nanotron.metrics.sinks import read_rows
+from nanotron.metrics.step_clock import StepClock
 from nanotron.models import experts
+from nanotron.models.specs import EMBED
 from nanotron.ops.experts import Numbers, numbers_of
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.fakes import even_numbers
+from nanotron.training import control, diagnostics, trainer
+from nanotron.training.control import ControlWord, Outcome
+from nanotron.training.host_copy import HostCopy
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes
+from tests.checkpoint.runs import run, values_of
+from tests.data.fixtures import random_documents, write_nanoset
 from tests.parity.cases import Case
 from tests.parity.run import config_of, cut, prepare
 from tests.pool import Pool
@@ -177,3 +193,84 @@ def test_the_control_word_is_read_once() -> None:
         assert waits.seen == []
         word.read()
     assert set(waits.seen) <= READS
+
+
+class Arrived:
+    """Stands in for a copy to the host of a device without values: finite numbers, and no wish to save or stop."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.device.type == "meta"
+        self._count = tensor.numel()
+
+    def read(self) -> list[float]:
+        return [1.0, 1.0, *[0.0] * self._count][: self._count]
+
+
+def test_the_loop_waits_for_nothing_but_what_was_sent_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (control, diagnostics, trainer):
+        monkeypatch.setattr(module, "HostCopy", Arrived)
+    write_nanoset(tmp_path / "tokens", random_documents(40, vocab_size=67))
+    data = {"data": {"dataset": {"dataset_folder": str(tmp_path / "tokens")}}}
+    held_out = {"validation": {"dataset_folder": str(tmp_path / "tokens")}}
+    values = values_of(tmp_path, checkpoints__checkpoint_interval=100, checkpoints__save_final_state=False)
+    values["data_stages"] = [{"name": "only", "start_training_step": 1, **data, **held_out}]
+    values["model"]["model_config"]["_use_doc_masking"] = True
+    values["tokens"] |= {"train_steps": 6, "val_check_interval": 2}
+    values["logging"] = {"iteration_step_info_interval": 1, "tensorboard": False}
+    values["metrics_logging"] = {"log_level": 1, "log_detail_interval": 3}
+    config, device = get_config_from_dict(values), torch.device("meta")
+    metrics = Metrics(config, Mesh(), tmp_path, device=torch.device("cpu"))
+    parts = Training(config, Mesh(), device), Feed(config, Mesh(), device=device), metrics, Saver(str(tmp_path))
+    loop = trainer.Run(config, Mesh(), *parts, StepClock(torch.device("cpu")), 0)
+    with Waits() as waits:
+        assert loop.to_the_end() == codes.DONE
+    loop.feed.close()
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "val_loss" in row] == [2, 4, 6]
+    assert [row["step"] for row in rows if f"{WEIGHT_NORM}/{EMBED}" in row] == [3, 6]
+    assert waits.seen == []
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_word_is_read_when_the_next_step_has_been_made_but_at_once_before_a_save(
+    interval: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    step, save, read = Training.step, Saver.save, ControlWord.read
+    words: dict[ControlWord, int] = {}
+
+    def made(self: Training, update: int, *args: Any, **wishes: bool) -> ControlWord:
+        events.append(f"make {update}")
+        word = step(self, update, *args, **wishes)
+        words[word] = update
+        return word
+
+    def read_now(self: ControlWord) -> Outcome:
+        events.append(f"read {words[self]}")
+        return read(self)
+
+    def saved(self: Saver, number: int, *args: Any) -> None:
+        events.append(f"save {number}")
+        save(self, number, *args)
+
+    monkeypatch.setattr(Training, "step", made)
+    monkeypatch.setattr(ControlWord, "read", read_now)
+    monkeypatch.setattr(Saver, "save", saved)
+    values = values_of(tmp_path, tokens__train_steps=5, checkpoints__checkpoint_interval=3)
+    values["logging"] = {"iteration_step_info_interval": interval}
+    assert run(0, 1, values) == codes.DONE
+    assert [event for event in events if event[:4] != "save"] == [
+        *("make 1", "make 2", "read 1", "make 3", "read 2", "read 3"),  # 3 is saved
+        *("make 4", "make 5", "read 4", "read 5"),
+    ]
+    assert events.index("save 3") == events.index("read 3") + 1
+
+
+def test_a_copy_to_the_host_begins_when_it_is_asked_for_and_is_read_without_a_further_one() -> None:
+    word = HostCopy(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64))
+    with Waits() as waits:
+        assert word.read() == [1.0, 2.0, 3.0, 4.0]
+    assert waits.seen == []

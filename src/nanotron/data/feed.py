@@ -117,7 +117,7 @@ class Feed:
         stages = [scheduled.stage for scheduled in self._stages if isinstance(scheduled.stage, StreamStage)]
         for stage in stages:
             self._check_position(stage)
-        replica = ReplicaShare(mesh, device=self._device) if stages else None
+        replica = ReplicaShare(mesh) if stages else None
         for stage in stages:
             if replica is not None and replica.is_reader and stage.name in self._streams:
                 stage.load_state_dict(self._streams[stage.name])
@@ -298,9 +298,8 @@ class Feed:
 
     def _tensor(self, array: npt.NDArray[np.int64]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        tensor = tensor.pin_memory() if self._device.type == "cuda" else tensor
+        return tensor.to(self._device, non_blocking=True)
 
     def _log_new_epochs(self, scheduled: ScheduledStage, first: int) -> None:
         if isinstance(scheduled.stage, StreamStage):

@@ -1,4 +1,4 @@
-"""Sharing a stream's rows: one rank of each replica reads, the others receive."""
+"""Sharing a stream's rows: one rank of each replica reads, the others receive; from host to host, by no device."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class ReplicaShare:
     """Broadcasts the microbatches of a step from the replica's first rank; the identity on a replica of one rank."""
 
-    def __init__(self, mesh: Mesh, *, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, mesh: Mesh) -> None:
         self._source = mesh.ranks_along("pp", "cp", "tp")[0]
         self._group = mesh.group("pp", "cp", "tp", purpose="rows")
         self.is_reader = mesh.rank == self._source
@@ -40,9 +39,7 @@ class ReplicaShare:
             message[0] = 1
         elif rows is not None:
             _fill(message[1:], rows)
-        message = message.to(self._device)
         torch.distributed.broadcast(message, self._source, group=self._group)
-        message = message.cpu()
         if message[0]:
             raise rows if isinstance(rows, EndOfData) else EndOfData("the stream has ended")
         masked = message[1 : 1 + num_microbatches].tolist()

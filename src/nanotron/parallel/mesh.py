@@ -229,14 +229,15 @@ class Mesh:
         if len(ranks) == 1 or whole or (purpose, ranks) in self._groups:
             return
         group = None
-        if _can_split():
+        backend = "gloo" if purpose == "rows" else None  # hosts read them, and none waits for its device
+        if backend is None and _can_split():
             held: dict[int, tuple[int, ...]] = {}  # rank -> its group
             for rank in range(self.world):
                 if rank not in held:
                     held |= dict.fromkeys(found := ranks_of(self.seen_by(rank)), found)
             group = dist.split_group(split_ranks=list(map(list, dict.fromkeys(held.values()))), timeout=timeout)
         elif self.rank in ranks:
-            group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
         if group is not None:
             self._groups[purpose, ranks] = group
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from nanotron.parallel.comm import all_reduce_
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.diagnostics import Diagnostics
+from nanotron.training.host_copy import HostCopy
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,12 @@ class ControlWord:
         ``vectors``: further sections, 1-dim, of equal names and lengths on all ranks.
         """
         zero = torch.zeros_like(squared_norm)
-        flags = torch.tensor([save, stop], dtype=torch.float64).to(squared_norm.device, non_blocking=True)
+        pinned = squared_norm.device.type == "cuda"  # from any other memory a copy may wait for the device
+        flags = torch.tensor([save, stop], dtype=torch.float64, pin_memory=pinned)
         sections = {
             "squared_norm": squared_norm[None],
             "losses": torch.stack([losses[name].double() if name in losses else zero for name in loss_names]),
-            "flags": flags,
+            "flags": flags.to(squared_norm.device, non_blocking=True),
             **(vectors or {}),
         }
         self._loss_names = tuple(loss_names)
@@ -82,6 +84,7 @@ class ControlWord:
         self._num_targets: Tensor | None = None  # until it is reduced
         self.diagnostics: Diagnostics | None = None
         """The step's further measurements; most steps have none."""
+        self._host_copy: HostCopy | None = None
 
     def __getitem__(self, section: str) -> Tensor:
         """A section, on the device."""
@@ -102,9 +105,18 @@ class ControlWord:
         """1 when a loss or the gradient is not finite, else 0."""
         return 1.0 - self._word[: 1 + len(self._loss_names)].isfinite().all().double()
 
+    def begin_read(self) -> None:
+        """Send the word to the host; without it, ``read`` waits for all that the device has been given until then."""
+        self._host_copy = HostCopy(self._word)
+        if self.diagnostics:
+            self.diagnostics.begin_read()
+
     def read(self) -> Outcome:
         """Wait for the word and read it on the host."""
-        numbers = iter(self._word.tolist())
+        if self._host_copy is None:
+            self.begin_read()
+        assert self._host_copy is not None
+        numbers = iter(self._host_copy.read())
         values = {name: list(islice(numbers, len(section))) for name, section in self._sections.items()}
         (squared_norm,), losses, (save, stop) = (values.pop(name) for name in ("squared_norm", "losses", "flags"))
         norm = squared_norm**0.5 if squared_norm >= 0 else squared_norm

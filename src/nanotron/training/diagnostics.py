@@ -40,6 +40,7 @@ from nanotron.optim.optimizer import Optimizer
 from nanotron.parallel.comm import all_reduce_
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.engine import Pipeline
+from nanotron.training.host_copy import HostCopy
 from nanotron.training.topology import parameter_specs
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Diagnostics:
         self._squares: StepSquares | None = None
         self._tokens, self._busy_seconds = 1, 0.0
         self._word = torch.empty(0)
+        self._host_copy: HostCopy | None = None
 
     @contextmanager
     def watching(self, microbatches: Sequence[Batch]) -> Iterator[None]:
@@ -99,12 +101,17 @@ class Diagnostics:
         if self._work:
             mine = torch.zeros(2, self._mesh.world, dtype=torch.float64)  # a column for each rank
             mine[:, self._mesh.rank] = torch.tensor([self._busy_seconds, memory_gib(device)], dtype=torch.float64)
-            parts.append(mine.view(-1).to(device))
+            parts.append(mine.view(-1).to(device, non_blocking=True))
         self._word = all_reduce_(torch.cat(parts), self._mesh.world_group())
 
+    def begin_read(self) -> None:
+        """Send the measurements to the host."""
+        self._host_copy = HostCopy(self._word)
+
     def read(self) -> dict[str, float]:
-        """Wait for the measurements; further columns of the step's row."""
-        numbers = self._word.tolist()
+        """Wait for the measurements, which are on their way; further columns of the step's row."""
+        assert self._host_copy is not None
+        numbers = self._host_copy.read()
         columns = {}
         if self._norms:
             columns = self._norm_columns(numbers)

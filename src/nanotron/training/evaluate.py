@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from nanotron.batch import IGNORED_LABEL, Batch
 from nanotron.parallel.comm import all_reduce_
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
     from nanotron.training.step import Training
 
 
-def validation_loss(training: Training, batches: Iterator[list[Batch]], mesh: Mesh) -> float | None:
+def validation_loss(training: Training, batches: Iterator[list[Batch]], mesh: Mesh) -> Tensor | None:
     """Mean loss over the targets of all batches, every rank giving its replica's; None when there are no batches.
 
-    It is that of the weights' average, where the optimizer keeps one.
+    It is that of the weights' average, where the optimizer keeps one; on the device, so the host need not wait for it.
     """
     with training.optimizer.averaged():
         return _loss(training, batches, mesh)
 
 
-def _loss(training: Training, batches: Iterator[list[Batch]], mesh: Mesh) -> float | None:
+def _loss(training: Training, batches: Iterator[list[Batch]], mesh: Mesh) -> Tensor | None:
     total = torch.zeros(2, dtype=torch.float64, device=training.optimizer.updates.device)  # [loss sum, targets]
     num_batches = 0
     for microbatches in batches:
@@ -37,5 +38,4 @@ def _loss(training: Training, batches: Iterator[list[Batch]], mesh: Mesh) -> flo
     if num_batches == 0:
         return None
     all_reduce_(total, mesh.world_group())
-    loss, targets = total.tolist()
-    return float(loss / max(targets, 1.0))
+    return total[0] / total[1].clamp(min=1)

@@ -36,6 +36,7 @@ from nanotron.parallel.store import Store
 from nanotron.pipeline.trace import recorder
 from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.evaluate import validation_loss
+from nanotron.training.host_copy import HostCopy
 from nanotron.training.init_or_resume import StartingPoint, init_or_resume
 from nanotron.training.step import Training
 
@@ -139,7 +140,7 @@ class _Made(NamedTuple):
     data: StepData
     consumed_samples: int
     consumed_tokens: int
-    val_loss: float | None
+    val_loss: HostCopy | None
     time: StepTime
 
 
@@ -169,7 +170,7 @@ class Run:
         self._told_of_no_targets = False
 
     def stop(self) -> None:
-        """Ask for a save and the end of the run after the current step; from any thread."""
+        """Ask for a save and the end of the run, after the step that follows this one at the latest; any thread may."""
         self.preempted = True
 
     def where(self) -> dict[str, Any]:
@@ -188,7 +189,7 @@ class Run:
                 logger.info(str(end))
                 break
             self._make(data)
-            outcomes = self._read(keep=0 if self._reads_now() else 1)
+            outcomes = self._read(keep=0 if self._save_is_due() else 1)
             if any(outcome.save or outcome.stop for outcome in outcomes):
                 outcomes += self._read()
             if not all(outcome.finite for outcome in outcomes) and self.config.optimizer.on_nan == "stop":
@@ -212,6 +213,7 @@ class Run:
         update, save = self.step + 1, self._minutes_are_over()
         with self.traced(update):
             word = self.training.step(update, data.microbatches, save=save, stop=self.preempted)
+        word.begin_read()
         self.step += 1
         if self.config.model.compile:
             self._tell_compiling()
@@ -233,17 +235,14 @@ class Run:
             logger.info(f"compiled for {seconds - before:.1f} s by the end of step {self.step} (model.compile)")
         self._seconds_compiling = seconds
 
-    def _validate(self) -> float | None:
-        """The loss on the stage's validation set, when it is time for it."""
+    def _validate(self) -> HostCopy | None:
+        """The loss on the stage's validation set, on its way to the host, when it is time for it."""
         interval = self.config.tokens.val_check_interval
         if interval < 1 or self.step % interval:
             return None
         with self.clock.apart(VALIDATION_MS):
-            return validation_loss(self.training, self.feed.validation(self.step), self.mesh)
-
-    def _reads_now(self) -> bool:
-        """Whether this step's word must be read before the next step: it is to be printed, or saved after."""
-        return self.step % self.config.logging.iteration_step_info_interval == 0 or self._save_is_due()
+            loss = validation_loss(self.training, self.feed.validation(self.step), self.mesh)
+            return None if loss is None else HostCopy(loss)
 
     def _save_is_due(self) -> bool:
         return self.step % self.config.checkpoints.checkpoint_interval == 0
@@ -253,7 +252,10 @@ class Run:
         return minutes is not None and time.monotonic() - self._last_save_time > 60 * minutes
 
     def _read(self, keep: int = 0) -> list[Outcome]:
-        """Read the control words of all but the last ``keep`` steps, and log those steps."""
+        """Read the control words of all but the last ``keep`` steps, and log those steps.
+
+        An ordinary step's is read once the next has been made: a device is never without work while the host reads.
+        """
         outcomes = []
         while len(self._unread) > keep:
             made = self._unread.popleft()
@@ -278,7 +280,7 @@ class Run:
             "first_sample": made.data.first_sample,
         }
         if made.val_loss is not None:
-            values["val_loss"] = made.val_loss
+            (values["val_loss"],) = made.val_loss.read()
         values |= made.time.columns() | outcome.diagnostics
         self.metrics.log(made.step, values, outcome.vectors)
         if not outcome.has_targets and not self._told_of_no_targets:
