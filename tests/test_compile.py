@@ -12,15 +12,19 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from nanotron.config import Config
+from nanotron.checkpoint.resume import find_resume
+from nanotron.config import Config, get_config_from_dict
 from nanotron.data.feed import Feed
-from nanotron.launch import codes
+from nanotron.launch import codes, place
 from nanotron.ops.experts import weighted_swiglu
 from nanotron.ops.fused import eager, fused
 from nanotron.parallel.mesh import Mesh
+from nanotron.training import init_or_resume
+from nanotron.training.init_or_resume import settle_compile
 from nanotron.training.step import Training
 from nanotron.training.trainer import train
-from tests.checkpoint.runs import different
+from tests.checkpoint.runs import different, mesh_of, values_of
+from tests.checkpoint.runs import run as train_in
 from tests.commands import nanotron
 from tests.parity.cases import Case
 from tests.parity.run import config_of
@@ -117,3 +121,53 @@ def test_forked_ranks_compile_say_so_go_on_bit_for_bit_and_have_the_losses_of_on
     assert train(eager, Mesh(), torch.device("cpu")) == codes.DONE
     assert losses(run) == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
     assert len(losses(run)) == 4
+
+
+def settled(rank: int, world: int, folder: str, able: Sequence[bool]) -> bool | str:
+    """What ``auto`` becomes in a run that goes on from the newest step of a folder, on ranks that are able or not."""
+    config = get_config_from_dict(values_of(folder, (world, 1, 1)))
+    assert config.model.compile == "auto"
+    has_compiler, init_or_resume.has_compiler = init_or_resume.has_compiler, lambda device: able[rank]
+    try:
+        settle_compile(config, mesh_of(config, rank), torch.device("cpu"), find_resume(folder, None))
+    finally:
+        init_or_resume.has_compiler = has_compiler
+    return config.model.compile
+
+
+def test_auto_is_on_where_every_rank_has_a_compiler(tmp_path: Path, pool: Pool) -> None:
+    assert settled(0, 1, str(tmp_path), [True]) is True
+    assert settled(0, 1, str(tmp_path), [False]) is False
+    assert pool.run(2, settled, str(tmp_path), (True, False)) == [False, False]
+
+
+def test_a_resumed_run_compiles_as_it_began_whatever_auto_would_mean_now(tmp_path: Path) -> None:
+    assert train_in(0, 1, values_of(tmp_path)) == codes.DONE
+    state = tmp_path / "8" / "state.json"
+    recorded = json.loads(state.read_text())
+    assert recorded["compile"] is False
+    assert "compile: false" in (tmp_path / "8" / "config.yaml").read_text()
+    assert settled(0, 1, str(tmp_path), [True]) is False
+    state.write_text(json.dumps(recorded | {"compile": True}))
+    assert settled(0, 1, str(tmp_path), [False]) is True
+
+
+def test_what_is_written_is_not_decided_anew() -> None:
+    for written in (True, False):
+        config = config_of(replace(CASE, compile=written))
+        settle_compile(config, Mesh(), torch.device("cpu"), None)
+        assert config.model.compile is written
+
+
+@pytest.mark.parametrize("lacks", [None, "triton", "gcc", "Python.h"])
+def test_a_gpu_needs_triton_a_c_compiler_and_pythons_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str | None
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(place, "find_spec", lambda name: None if name == lacks else name)
+    monkeypatch.setattr(place.shutil, "which", lambda name: name if name == "gcc" != lacks else None)
+    monkeypatch.setattr(place.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    if lacks != "Python.h":
+        (tmp_path / "Python.h").touch()
+    assert place.has_compiler(torch.device("cuda")) is (lacks is None)
+    assert place.has_compiler(torch.device("cpu")) is False

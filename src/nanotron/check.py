@@ -283,7 +283,7 @@ def _wandb_is_installed(config: Config) -> Findings:
 @_file_probe("model.compile")
 def _compiler_is_installed(config: Config) -> Findings:
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what torch.compile looks for
-    if config.model.compile and shutil.which(compiler) is None:
+    if config.model.compile is True and shutil.which(compiler) is None:
         yield (
             "model.compile",
             f"true, but the C++ compiler {compiler} is not installed; install it, name another in the environment"

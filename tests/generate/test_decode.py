@@ -77,3 +77,16 @@ def test_the_forward_that_trains_keeps_nothing(run: Path) -> None:
     model = whole_model(open_source(str(run)))
     first, again = training_logits(model, [1, 2, 3]), training_logits(model, [1, 2, 3])
     assert torch.equal(first, again)
+
+
+def test_no_kernel_that_plans_for_a_length_attends_to_a_growing_cache(run: Path) -> None:
+    source = open_source(str(run))
+    decoder = decoder_of(source)
+    allowed: list[bool] = []
+    handle = decoder._model.register_forward_pre_hook(
+        lambda *_: allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+    )
+    made(decoder, [source.encode("import")], 3, Sampling())
+    handle.remove()
+    assert allowed == [False] * 3
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "training may use it"

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanotron.config import get_config_from_dict
 from nanotron.parallel.mesh import Mesh, training_axes
+from nanotron.plan.counting import Counting
 from tests.models.tiny import VOCABULARY, tiny_batch, tiny_config, whole_model
 
 
@@ -66,3 +68,68 @@ def test_chunked_loss_equals_the_whole_with_tensor_parallelism(pool, sequence_pa
         assert chunked_losses == pytest.approx(losses, rel=1e-12)
         for name, grad in grads.items():
             torch.testing.assert_close(chunked_grads[name], grad, rtol=1e-10, atol=1e-12)
+
+
+def test_no_logits_are_computed_twice():
+    flops = []
+    for loss_chunk in (None, 8):
+        with Counting() as counter, counter.section() as work:
+            loss_and_grads(Mesh(), loss_chunk)
+        flops.append(work["matmul"])
+    assert flops[0] == flops[1] > 0
+
+
+def test_the_gradients_are_those_of_the_scaled_losses():
+    config, batch = tiny_config(z_loss_enabled=True, tie_word_embeddings=True), tiny_batch(rows=2, length=24)
+    grads = []
+    for loss_chunk in (None, 7):
+        model = whole_model(config, Mesh(), dtype=torch.float64, loss_chunk=loss_chunk)
+        model.hooks.loss_scale = lambda: 0.25
+        _, losses, _ = model(None, batch)
+        (sum(losses.values()) * 0.25).backward()
+        grads.append([weight.grad for weight in model.weights.values()])
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-12)
+
+
+def test_without_gradients_none_are_made():
+    model = whole_model(tiny_config(), Mesh(), dtype=torch.float32, loss_chunk=7)
+    with torch.no_grad():
+        _, losses, _ = model(None, tiny_batch(rows=2, length=24))
+    assert not losses["lm"].requires_grad
+    assert all(weight.grad is None for weight in model.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocab", "rows", "length", "parallelism", "chunk"),
+    [
+        (None, 4096, 1, 4096, {}, None),  # 64 MiB
+        (None, 131_072, 1, 1024, {}, None),  # just 512 MiB
+        (None, 131_072, 1, 4096, {}, 1024),
+        (None, 131_072, 2, 4096, {}, 512),
+        (None, 131_072, 1, 4096, {"tp": 4}, None),
+        (None, 131_072, 1, 4096, {"context_parallel_size": 4}, None),
+        (None, 128_000, 1, 8192, {}, 1024),  # a multiple of 128
+        (None, 200_000, 64, 4096, {}, 10),
+        (100, 4096, 1, 4096, {}, 100),
+    ],
+)
+def test_the_chunk_follows_from_vocabulary_and_memory_unless_it_is_asked_for(
+    asked, vocab, rows, length, parallelism, chunk
+):
+    config = get_config_from_dict(
+        {
+            "model": {
+                "model_config": {
+                    "hidden_size": 64,
+                    "num_hidden_layers": 1,
+                    "num_attention_heads": 4,
+                    "vocab_size": vocab,
+                },
+                "loss_chunk": asked,
+            },
+            "parallelism": parallelism,
+            "tokens": {"sequence_length": length, "micro_batch_size": rows, "batch_accumulation_per_replica": 1},
+            "optimizer": {"learning_rate_scheduler": {"learning_rate": 1e-3}},
+        }
+    )
+    assert config.loss_chunk == chunk

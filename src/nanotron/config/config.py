@@ -38,6 +38,9 @@ from nanotron.config.model import ModelArgs
 from nanotron.config.training import MuonOptimizerArgs, OptimizerArgs, TokensArgs
 from nanotron.pipeline.schedules import microbatch_unit
 
+SOFTMAX_BYTES = 512 << 20
+"""Of a microbatch's loss on a rank, beyond which it is computed in chunks, unless `model.loss_chunk` says in which."""
+
 
 @section
 @retires(TOP_LEVEL)
@@ -93,6 +96,16 @@ class Config:
     def stage_sequence_lengths(self) -> list[int]:
         """Tokens per sample of each stage."""
         return [stage.sequence_length or self.tokens.sequence_length for stage in self.data_stages]
+
+    @property
+    def loss_chunk(self) -> int | None:
+        """Tokens of a row whose logits exist at once, None for all: as asked, else by vocabulary and memory."""
+        if self.model.loss_chunk is not None:
+            return self.model.loss_chunk
+        columns = -(-self.model.model_config.vocab_size // self.parallelism.tp)
+        most = SOFTMAX_BYTES // (4 * self.tokens.micro_batch_size * columns)  # of each row, in float32
+        longest = max(self.stage_sequence_lengths) // self.parallelism.context_parallel_size
+        return None if longest <= most else max(1, most // 128 * 128 or most)
 
     @property
     def global_batch_size(self) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from nanotron.config.compat.retired import GENERAL, PARALLELISM, PROFILER, TOKENIZER, retires
 from nanotron.config.keys import (
@@ -20,10 +19,10 @@ from nanotron.config.keys import (
     Upper,
     derived,
     fill,
-    in_any_case,
     key,
     required,
     section,
+    true_false_or,
 )
 from nanotron.pipeline.schedules import default_virtual_stages
 
@@ -80,18 +79,7 @@ def _schedule_name(value: Any) -> Any:
 ScheduleName = Annotated[PathOrUrl, Reads(_schedule_name, lambda legal: legal)]
 
 
-def _true_false_or_a_name(value: Any) -> Any:
-    """Read the words for true and false as for any other key; leave the rest, but for its case."""
-    with suppress(ValidationError):
-        return _TRUTH.validate_python(value)
-    return value.lower() if isinstance(value, str) else value
-
-
-_TRUTH = TypeAdapter(bool)
-Recomputation = Annotated[
-    Literal[False, True, "selective"],
-    Reads(_true_false_or_a_name, lambda _: {"anyOf": [{"type": "boolean"}, in_any_case(["selective"])]}),
-]
+Recomputation = Annotated[Literal[False, True, "selective"], true_false_or("selective")]
 
 
 @section

@@ -9,10 +9,20 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
@@ -182,6 +192,20 @@ class Reads:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         legal = handler(schema)
         return {"anyOf": [legal, self.also(legal)]}
+
+
+def true_false_or(name: str) -> Reads:
+    """Read the words for true and false as any other key does, and ``name`` in any case."""
+
+    def read(value: Any) -> Any:
+        with suppress(ValidationError):
+            return _TRUTH.validate_python(value)
+        return value.lower() if isinstance(value, str) else value
+
+    return Reads(read, lambda _: {"anyOf": [{"type": "boolean"}, in_any_case([name])]})
+
+
+_TRUTH = TypeAdapter(bool)
 
 
 def in_any_case(names: Iterable[str]) -> JsonSchemaValue:

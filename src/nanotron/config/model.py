@@ -27,6 +27,7 @@ from nanotron.config.keys import (
     key,
     required,
     section,
+    true_false_or,
 )
 
 
@@ -357,14 +358,15 @@ class ModelArgs:
         "Gradients that data parallelism sums at once, at most, in MiB.",
         gt=0,
     )
-    compile: bool = key(
-        False,
+    compile: Annotated[Literal[False, True, "auto"], true_false_or("auto")] = key(
+        "auto",
         "Compile what lies between the matmuls (norms, rotation, SwiGLU, loss), so that each takes one pass"
-        " over memory; the first step takes seconds longer. Needs a C++ compiler.",
+        " over memory; the first step takes seconds longer. Needs a C++ compiler. auto: on NVIDIA and AMD GPUs where"
+        " Triton and a C compiler are; a run that is resumed goes on as it began.",
     )
     loss_chunk: Int | None = key(
         None,
-        "Tokens of a row whose logits exist at once: the rest are computed, and computed again in the backward pass,"
-        " chunk by chunk. null is all of them; saves memory where the vocabulary is large.",
+        "Tokens of a row whose logits exist at once; their gradient is computed with them, chunk by chunk. null: all,"
+        " unless the softmax of a microbatch would take more than 512 MiB of a rank; else as many as that allows.",
         gt=0,
     )

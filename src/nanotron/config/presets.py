@@ -104,7 +104,6 @@ def starter(name: str, devices: int) -> str:
         * (layout.ep > 1),
         moe_lines=_moe_lines(preset),
         cp_line=f"\n  context_parallel_size: {layout.cp} # ranks that share every sequence" * (layout.cp > 1),
-        chunk_line="\n  loss_chunk: 1024 # tokens whose logits exist at once" * (layout.cp > 1),
         recompute="true" if preset.parameters > 5e9 else "false",
         dtype="float32" if is_tiny else "bfloat16",
         micro_batch=micro_batch,
@@ -191,7 +190,7 @@ parallelism: # the product of its sizes is the number of ranks; they change spee
   recompute_layer: {recompute} # selective: half the activation memory; true: least, for a third more work
 
 model:
-  dtype: {dtype}{chunk_line}
+  dtype: {dtype}
   model_config:
     is_{family}_config: true
     hidden_size: {hidden}

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanotron.batch import IGNORED_LABEL, Batch, Span, Spans, document_spans
 from nanotron.generate.sampling import Sampling, choose
@@ -25,6 +26,14 @@ from nanotron.models.cache import LayerCache, new_cache
 from nanotron.models.decoder import DecoderChunk
 from nanotron.parallel.comm import all_gather
 from nanotron.parallel.mesh import Mesh
+
+WITHOUT_PLANS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+    SDPBackend.OVERRIDEABLE,
+]
+"""Attention kernels for lengths that change with every token: all but cuDNN's, which plans for each of them."""
 
 
 class Decoder:
@@ -68,7 +77,8 @@ class Decoder:
     def _forward(self, batch: Batch, cache: list[LayerCache]) -> Tensor | None:
         """Run the stages in turn; the logits [b, 1, V/t] of the last token, on the last stage's ranks."""
         x = None if self._first else self._receive(batch)
-        x, _, _ = self._model(x, batch, cache)
+        with sdpa_kernel(WITHOUT_PLANS):
+            x, _, _ = self._model(x, batch, cache)
         assert isinstance(x, Tensor)
         if self._last:
             return x

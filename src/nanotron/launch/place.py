@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import sysconfig
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanotron.errors import ConfigError
@@ -198,3 +202,11 @@ def keep_few_shapes(environment: MutableMapping[str, str]) -> None:
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # read when the first matmul is made
         environment.setdefault(name, "128")
+
+
+def has_compiler(device: torch.device) -> bool:
+    """Whether a GPU's kernels can be compiled here: by Triton, which builds its launchers with a C compiler."""
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    headers = Path(sysconfig.get_paths()["include"], "Python.h")
+    found = find_spec("triton") and any(map(shutil.which, compilers)) and headers.exists()
+    return device.type == "cuda" and bool(found)

@@ -30,6 +30,7 @@ from nanotron.ops.kernels import Kernels, kernels_of
 from nanotron.ops.linear import TensorParallel, linear
 from nanotron.ops.recompute import Recompute, recomputed
 from nanotron.ops.rope import Rotary, rotary_frequencies, rotary_length
+from nanotron.parallel.comm import with_transpose
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import ParamSpec, draw
 
@@ -170,7 +171,7 @@ class DecoderChunk(nn.Module):
         if self.embed is not None:
             uses.insert(0, Use(EMBED, (EMBED,), rereads=False))
         if self.head is not None:
-            uses += [Use(FINAL_NORM, (FINAL_NORM,)), Use(HEAD, (head_name(self.config),), chunks)]
+            uses += [Use(FINAL_NORM, (FINAL_NORM,)), Use(HEAD, (head_name(self.config),), chunks, rereads=not size)]
         return uses
 
     def forward(
@@ -219,9 +220,9 @@ class DecoderChunk(nn.Module):
             lm, squared_log_z = cross_entropy(
                 x, batch.labels, self._first_row(head_name(self.config)), self.mesh, fuse=self.fuse
             )
+            self.hooks.after_block(HEAD, lm, squared_log_z)
         else:
             lm, squared_log_z = self._chunked_loss(x, batch.labels, self.options.loss_chunk)
-        self.hooks.after_block(HEAD, lm, squared_log_z)
         z_loss = {"z": self.config.z_loss_coefficient * squared_log_z} if self.config.z_loss_enabled else {}
         return x, {"lm": lm, **z_loss, **losses}, metrics
 
@@ -235,23 +236,29 @@ class DecoderChunk(nn.Module):
     def _chunked_loss(self, x: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Loss sums of x [b, s, d] ([b, s/t, d]), whose logits exist for ``size`` tokens of a row at a time.
 
-        Backward computes each chunk's logits again.
+        With a chunk's logits goes its gradient, that of all losses times ``hooks.loss_scale``: the head's weights get
+        theirs in this forward, and backward has only x's to pass on.
         """
-
-        def loss_of(part: Tensor, part_labels: Tensor) -> tuple[Tensor, Tensor]:
-            assert self.head is not None
+        assert self.head is not None
+        x, learns = self.tp.entered(x), torch.is_grad_enabled()
+        z_weight = self.config.z_loss_coefficient if self.config.z_loss_enabled else 0.0
+        first_row, sums, grads = self._first_row(head_name(self.config)), [], []
+        for part, part_labels in zip(torch.split(x.detach(), size, 1), torch.split(labels, size, 1), strict=True):
+            part.requires_grad_(learns)
             (logits,) = linear(part, [self.head], self.tp)  # [b, size, d] -> [b, size, V/t]
-            return cross_entropy(
-                logits, part_labels, self._first_row(head_name(self.config)), self.mesh, fuse=self.fuse
-            )
-
-        x = self.tp.entered(x)
-        sums = [
-            recomputed(loss_of, part, part_labels)
-            for part, part_labels in zip(torch.split(x, size, 1), torch.split(labels, size, 1), strict=True)
-        ]
-        lm, squared_log_z = zip(*sums, strict=True)
-        return torch.stack(lm).sum(), torch.stack(squared_log_z).sum()
+            lm, squared_log_z = cross_entropy(logits, part_labels, first_row, self.mesh, fuse=self.fuse)
+            if learns:
+                torch.autograd.backward((lm + z_weight * squared_log_z) * self.hooks.loss_scale())
+                assert part.grad is not None
+                grads.append(part.grad)
+            sums.append(torch.stack([lm.detach(), squared_log_z.detach()]))
+            del logits
+        total = torch.stack(sums).sum(0)
+        if not learns:
+            return total[0], total[1]
+        grad = torch.cat(grads, dim=1)
+        lm, squared_log_z = with_transpose(x, lambda _: total, lambda _: grad)
+        return lm, squared_log_z
 
     def _first_row(self, name: str) -> int:
         return self.specs[name].local_box(self.mesh).offset[0]

@@ -39,6 +39,8 @@ class Hooks:
     """Called with a block's name before its forward: whoever moves weights waits here for them."""
     after_block: Callable[..., None] = _nothing
     """Called with a block's name and its forward's outputs: its backward begins when one of these has its gradient."""
+    loss_scale: Callable[[], float | Tensor] = lambda: 1.0
+    """What the losses' sum is multiplied by before backward; asked for where forward makes gradients already."""
     measures: bool = False
     """Whether forward's metrics tell how large activations are; ``measuring`` sets it."""
 

@@ -65,7 +65,10 @@ class Pipeline:
 
         Returns the losses' sums (unscaled, detached) as far as this rank computes them.
         """
-        run = _Run(self, batches, loss_scale)
+        scale = loss_scale if callable(loss_scale) else lambda: loss_scale
+        for chunk in self.chunks:
+            chunk.hooks.loss_scale = scale
+        run = _Run(self, batches, scale)
         losses = run.execute(self._program(len(batches), forward=False))
         self.metrics = run.metrics
         return losses
@@ -73,7 +76,7 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Any]) -> dict[str, Tensor]:
         """Forward of all microbatches without gradients; returns the losses' sums as far as this rank computes them."""
-        return _Run(self, batches, 1.0).execute(self._program(len(batches), forward=True))
+        return _Run(self, batches, lambda: 1.0).execute(self._program(len(batches), forward=True))
 
     def _program(self, microbatches: int, *, forward: bool) -> Program:
         """This rank's program, proven together with all the others' the first time it is asked for."""
@@ -105,7 +108,7 @@ class _Live:
 class _Run:
     """One batch on its way through the rank."""
 
-    def __init__(self, pipeline: Pipeline, batches: Sequence[Any], loss_scale: float | Callable[[], Tensor]) -> None:
+    def __init__(self, pipeline: Pipeline, batches: Sequence[Any], loss_scale: Callable[[], float | Tensor]) -> None:
         self.pipeline, self.schedule, self.rank = pipeline, pipeline.schedule, pipeline.rank
         self.batches, self.loss_scale = batches, loss_scale
         rows, tokens = batches[0].tokens.shape
@@ -140,7 +143,7 @@ class _Run:
             x.requires_grad_()  # it belongs to no graph yet: each chunk's begins at its input
         with self._timed(action):
             y, losses, metrics = self.pipeline.chunks[action.chunk](x, self.batches[action.microbatch])
-            loss = torch.stack(list(losses.values())).sum() * self._scale() if losses else None
+            loss = torch.stack(list(losses.values())).sum() * self.loss_scale() if losses else None
         for sums, values in ((self.losses, losses), (self.metrics, metrics)):
             for name, value in values.items():
                 sums[name] = sums[name] + value.detach() if name in sums else value.detach()
@@ -150,9 +153,6 @@ class _Run:
         if torch.is_grad_enabled():
             output = None if message is None else get_gradient_edge(y)
             self.live[action[1:]] = _Live(x, output, loss)
-
-    def _scale(self) -> float | Tensor:
-        return self.loss_scale() if callable(self.loss_scale) else self.loss_scale
 
     def _backward(self, action: Action) -> None:
         """B, or BW when nobody waits for the input's gradient: then the weights' are computed on the way."""

@@ -57,7 +57,7 @@ def _changes(config: Config) -> Iterator[Change]:
         yield {"parallelism.recompute_layer": True}
     if layout.tp > 1 and not layout.sequence_parallel:
         yield {"parallelism.tp_mode": "REDUCE_SCATTER"}
-    if config.model.loss_chunk is None and tokens.sequence_length > 1024:
+    if config.loss_chunk is None and tokens.sequence_length > 1024:
         yield {"model.loss_chunk": 1024}
     if config.optimizer.zero_stage == 0:
         yield {"optimizer.zero_stage": 1}

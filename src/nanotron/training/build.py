@@ -32,9 +32,9 @@ def chunk_options(config: Config, device: torch.device | str) -> ChunkOptions:
         recompute=layout.recompute_layer,
         recompute_allgather=layout.tp_recompute_allgather,
         overlap=bool(layout.tp_linear_async_communication),
-        loss_chunk=config.model.loss_chunk,
+        loss_chunk=config.loss_chunk,
         context_mode=layout.cp_mode,
-        fuse=fused if config.model.compile else eager,
+        fuse=fused if config.model.compile is True else eager,
         without_storage=config.optimizer.zero_stage == 3,
     )
 

@@ -105,18 +105,16 @@ class ControlWord:
         """1 when a loss or the gradient is not finite, else 0."""
         return 1.0 - self._word[: 1 + len(self._loss_names)].isfinite().all().double()
 
-    def begin_read(self) -> None:
+    def begin_read(self) -> HostCopy:
         """Send the word to the host; without it, ``read`` waits for all that the device has been given until then."""
         self._host_copy = HostCopy(self._word)
         if self.diagnostics:
             self.diagnostics.begin_read()
+        return self._host_copy
 
     def read(self) -> Outcome:
         """Wait for the word and read it on the host."""
-        if self._host_copy is None:
-            self.begin_read()
-        assert self._host_copy is not None
-        numbers = iter(self._host_copy.read())
+        numbers = iter((self._host_copy or self.begin_read()).read())
         values = {name: list(islice(numbers, len(section))) for name, section in self._sections.items()}
         (squared_norm,), losses, (save, stop) = (values.pop(name) for name in ("squared_norm", "losses", "flags"))
         norm = squared_norm**0.5 if squared_norm >= 0 else squared_norm

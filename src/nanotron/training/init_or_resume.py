@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch.distributed import ReduceOp
+
 from nanotron.checkpoint.compare import changed_keys, check_model, saved_config
 from nanotron.checkpoint.documents import read_state
 from nanotron.checkpoint.format import StateShard
@@ -12,8 +15,10 @@ from nanotron.checkpoint.read import load
 from nanotron.checkpoint.resume import AUTO, KEY, Resume, agree_resume, check_shared
 from nanotron.config import ExistingCheckpointInit
 from nanotron.convert.sources import load_weights
+from nanotron.launch.place import has_compiler
 from nanotron.logging import get_logger
 from nanotron.parallel.agreement import Agreement
+from nanotron.parallel.comm import all_reduce_
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.store import Store
 from nanotron.training.step import Training
@@ -33,9 +38,21 @@ class StartingPoint(NamedTuple):
     config: dict[str, Any] | None = None
 
 
-def init_or_resume(training: Training, config: Config, mesh: Mesh, store: Store | None) -> StartingPoint:
-    """Fill weights and optimizer from the checkpoint that the rules of resuming choose, or begin afresh."""
-    resume = _resume(config, mesh, store)
+def settle_compile(config: Config, mesh: Mesh, device: torch.device, resume: Resume | None) -> None:
+    """Decide ``model.compile: auto``, once for a run: it goes on as it began, and all ranks do alike."""
+    if config.model.compile != "auto":
+        return
+    began = read_state(resume.checkpoint).get("compile") if resume else None
+    if began is None:
+        everywhere = torch.tensor(float(has_compiler(device)), device=device)
+        began = bool(all_reduce_(everywhere, mesh.world_group(), ReduceOp.MIN))
+    config.model.compile = began
+
+
+def init_or_resume(
+    training: Training, config: Config, mesh: Mesh, store: Store | None, resume: Resume | None
+) -> StartingPoint:
+    """Fill weights and optimizer from the checkpoint to ``resume`` from, or begin afresh."""
     if resume is None:
         _begin(training, config, mesh, store)
         return StartingPoint()
@@ -84,8 +101,8 @@ def _spent(checkpoints: CheckpointsArgs, own: str) -> list[str]:
     return [f"{KEY}={wish}", *spent]
 
 
-def _resume(config: Config, mesh: Mesh, store: Store | None) -> Resume | None:
-    """The checkpoint to continue from, the same on every rank."""
+def checkpoint_to_resume(config: Config, mesh: Mesh, store: Store | None) -> Resume | None:
+    """The checkpoint to continue from by the rules of resuming, the same on every rank."""
     checkpoints, timeout_s = config.checkpoints, config.general.timeout_s
     path, copy = config.checkpoint_places
     for place in (path, copy):

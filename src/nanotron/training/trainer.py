@@ -37,7 +37,7 @@ from nanotron.pipeline.trace import recorder
 from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.evaluate import validation_loss
 from nanotron.training.host_copy import HostCopy
-from nanotron.training.init_or_resume import StartingPoint, init_or_resume
+from nanotron.training.init_or_resume import StartingPoint, checkpoint_to_resume, init_or_resume, settle_compile
 from nanotron.training.step import Training
 
 if TYPE_CHECKING:
@@ -66,8 +66,10 @@ def train(
     what only now shows to be a mistake, such as a checkpoint of another model, and LostPeers for ranks that a save
     waits for in vain.
     """
+    resume = checkpoint_to_resume(config, mesh, store)
+    settle_compile(config, mesh, device, resume)
     training = Training(config, mesh, device)
-    start = init_or_resume(training, config, mesh, store)
+    start = init_or_resume(training, config, mesh, store, resume)
     if start.step >= config.tokens.last_step:
         logger.info(f"nothing left to train: step {start.step} of {_end_of(config)} is saved")
         return codes.DONE
@@ -252,10 +254,7 @@ class Run:
         return minutes is not None and time.monotonic() - self._last_save_time > 60 * minutes
 
     def _read(self, keep: int = 0) -> list[Outcome]:
-        """Read the control words of all but the last ``keep`` steps, and log those steps.
-
-        An ordinary step's is read once the next has been made: a device is never without work while the host reads.
-        """
+        """Read the control words of all but the last ``keep`` steps, which a device is busy with, and log those."""
         outcomes = []
         while len(self._unread) > keep:
             made = self._unread.popleft()
@@ -317,6 +316,7 @@ class Run:
             "data": self.feed.fingerprints(),
             "layout": self.mesh.layout(),
             "threads_per_rank": torch.get_num_threads(),
+            "compile": self.config.model.compile,
             "device": _device_name(self.training.optimizer.updates.device),
             "versions": {name: version(name) for name in ("nanotron", "torch", "numpy")},
         }
