@@ -237,7 +237,7 @@ class Mesh:
                     held |= dict.fromkeys(found := ranks_of(self.seen_by(rank)), found)
             group = dist.split_group(split_ranks=list(map(list, dict.fromkeys(held.values()))), timeout=timeout)
         elif self.rank in ranks:
-            group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
         if group is not None:
             self._groups[purpose, ranks] = group
 
