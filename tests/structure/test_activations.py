@@ -9,6 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from nanotron.config import Config
 from nanotron.data.context import ContextCut
@@ -188,3 +189,30 @@ def test_what_layers_keep_is_gone_after_their_backward_and_with_a_forward_that_h
             assert counter.alive == before
         finally:
             gc.enable()
+
+
+@pytest.mark.parametrize("recompute", [True, "selective"])
+def test_inputs_of_layers_in_host_memory_change_no_bit_and_take_nothing_of_a_device(
+    monkeypatch: pytest.MonkeyPatch, recompute: Any
+) -> None:
+    moved: list[torch.Size] = []
+
+    def watched(pin_memory: bool) -> Any:
+        return saved_tensors_hooks(lambda x: moved.append(x.shape) or x.clone(), lambda x: x.clone())
+
+    monkeypatch.setattr("nanotron.ops.recompute.save_on_cpu", watched)
+    config, batch, grads = tiny_config(), tiny_batch(), []
+    for offload in (False, True):
+        model = whole_model(config, dtype=torch.float32, recompute=recompute, recompute_offload=offload)
+        mean_loss(model, batch)[1].backward()  # type: ignore[no-untyped-call]
+        grads.append({name: weight.grad for name, weight in model.weights.items()})
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+    inputs = torch.Size([*batch.tokens.shape, config.hidden_size])
+    assert moved == [inputs] * config.num_hidden_layers
+
+    kept = small(**SIZES, recompute=recompute)
+    offloaded = replace(kept, parallelism=replace(kept.parallelism, recompute_offload=True))
+    blocks = [planned_block(each, "accelerator", layers=2).kept for each in (kept, offloaded)]
+    tokens, model_config = kept.tokens, kept.model.model_config
+    input_bytes = tokens.micro_batch_size * tokens.sequence_length * model_config.hidden_size * 4
+    assert blocks[0] - blocks[1] == input_bytes

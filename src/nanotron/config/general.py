@@ -110,6 +110,11 @@ class ParallelismArgs:
         "Activation checkpointing: keep only each layer's input for the backward pass and compute the layer again"
         " there; `selective` keeps what its matmuls gave too, and computes all but these again.",
     )
+    recompute_offload: bool = key(
+        False,
+        "Keep the layer inputs that activation checkpointing keeps in host memory. Saves device memory, and takes a"
+        " copy of each to the host and back; on a CPU it changes nothing.",
+    )
     tp_recompute_allgather: bool = key(
         True, "Under REDUCE_SCATTER, gather a linear layer's input again in the backward pass instead of keeping it."
     )

@@ -224,6 +224,16 @@ def _muon_stays_on_the_device(config: Config) -> Findings:
         )
 
 
+@rule("parallelism.recompute_offload", "parallelism.recompute_layer")
+def _what_is_offloaded_is_kept(config: Config) -> Findings:
+    if config.parallelism.recompute_offload and not config.parallelism.recompute_layer:
+        yield (
+            "parallelism.recompute_offload",
+            "true, but without activation checkpointing there are no kept inputs of layers; set recompute_layer: true"
+            " or selective",
+        )
+
+
 def sequence_lengths(config: Config) -> Iterator[tuple[str, int]]:
     if any(stage.sequence_length is None for stage in config.data_stages):
         yield SEQUENCE, config.tokens.sequence_length

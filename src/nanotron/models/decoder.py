@@ -54,6 +54,8 @@ class ChunkOptions:
 
     ``"selective"``: keep what its matmuls gave too, and compute norms, attention and what is elementwise again.
     """
+    recompute_offload: bool = False
+    """Keep the inputs of layers that are computed again in host memory."""
     recompute_allgather: bool = True
     """Under sequence parallelism, keep this rank's tokens of a gathered input only, and gather it again in backward."""
     overlap: bool = False
@@ -200,7 +202,8 @@ class DecoderChunk(nn.Module):
         for block, kept in zip(self.layers, caches, strict=True):
             self.hooks.before_block(str(block.name))
             if self.options.recompute and torch.is_grad_enabled():
-                x, added, told = recomputed(block, x, rotary, batch.spans, matmuls=matmuls)
+                offload = self.options.recompute_offload
+                x, added, told = recomputed(block, x, rotary, batch.spans, matmuls=matmuls, offload=offload)
             else:
                 x, added, told = block(x, rotary, batch.spans, kept)
             self.hooks.after_block(str(block.name), x)

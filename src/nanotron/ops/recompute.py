@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Result = TypeVar("Result")
@@ -53,8 +54,20 @@ class MatmulOutputs:
             kept.append(shapes)
 
 
-def recomputed(layer: Callable[..., Result], *inputs: Any, matmuls: MatmulOutputs | None = None) -> Result:
-    """``layer(*inputs)``, computed again in backward; given ``matmuls``, without multiplying again."""
+def recomputed(
+    layer: Callable[..., Result], *inputs: Any, matmuls: MatmulOutputs | None = None, offload: bool = False
+) -> Result:
+    """``layer(*inputs)``, computed again in backward; given ``matmuls``, without multiplying again.
+
+    ``offload``: keep the inputs in host memory meanwhile.
+    """
     contexts = noop_context_fn if matmuls is None else matmuls.contexts
-    result: Result = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    with on_host() if offload else nullcontext():  # the inputs are saved here; what the layer saves is not kept
+        result: Result = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return result
+
+
+def on_host() -> AbstractContextManager[None]:
+    """Keep what autograd saves inside in host memory, pinned where there is a device."""
+    context: AbstractContextManager[None] = save_on_cpu(pin_memory=torch.accelerator.is_available())
+    return context

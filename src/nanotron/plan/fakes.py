@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanotron.models import experts
-from nanotron.ops import attention
+from nanotron.ops import attention, recompute
 from nanotron.ops.experts import Numbers, count
 from nanotron.ops.fused import Function
 from nanotron.optim import owners
@@ -128,7 +128,22 @@ def even_holdings(buckets: Sequence[Bucket], mesh: Mesh) -> list[Held]:
     return everyone
 
 
+@contextmanager
+def _out_of_sight() -> Iterator[None]:
+    """What goes to host memory takes none of the device's; it comes back as a copy."""
+
+    def leave(x: Tensor) -> Tensor:
+        return x if isinstance(x, torch.nn.Parameter) else torch.empty_like(x, device="meta")
+
+    def come_back(x: Tensor) -> Tensor:
+        return x if isinstance(x, torch.nn.Parameter) else torch.empty_like(x, device="cpu")
+
+    with torch.autograd.graph.saved_tensors_hooks(leave, come_back):
+        yield
+
+
 _STAND_INS = (
+    (recompute, "on_host", _out_of_sight),
     (attention, "last_queries", _last_queries),
     (experts, "numbers_of", even_numbers),
     (owners, "everyones", even_holdings),

@@ -132,7 +132,13 @@ class Measurements:
         layout, tokens = config.parallelism, config.tokens
         key = (
             (repr(config.model), _kinds(config, held), held[1:], config.optimizer.accumulate_grad_in_fp32),
-            (layout.tp, layout.tp_mode, layout.recompute_layer, layout.tp_recompute_allgather),
+            (
+                layout.tp,
+                layout.tp_mode,
+                layout.recompute_layer,
+                layout.tp_recompute_allgather,
+                layout.recompute_offload,
+            ),
             layout.expert_parallel_size,
             (tokens.micro_batch_size, tokens.sequence_length, layout.context_parallel_size, layout.cp_mode),
         )

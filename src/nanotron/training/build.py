@@ -30,6 +30,7 @@ def chunk_options(config: Config, device: torch.device | str) -> ChunkOptions:
         device=device,
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute_layer,
+        recompute_offload=layout.recompute_offload,
         recompute_allgather=layout.tp_recompute_allgather,
         overlap=bool(layout.tp_linear_async_communication),
         loss_chunk=config.loss_chunk,
