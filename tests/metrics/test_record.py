@@ -19,6 +19,8 @@ from nanotron.config import Config, get_config_from_dict
 from nanotron.errors import ConfigError
 from nanotron.metrics.record import Metrics
 from nanotron.parallel.mesh import Mesh
+from nanotron.report.facts import health
+from nanotron.report.run import read_run
 
 LOSS = 5.512345678901234
 
@@ -109,6 +111,7 @@ def test_resuming_takes_back_the_rows_after_the_resumed_step(tmp_path: Path) -> 
 
 def test_a_resumed_metrics_file_is_byte_identical_to_the_uninterrupted_one(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("nanotron.metrics.record.memory_gib", lambda device: 0.25)
+    monkeypatch.setattr("nanotron.metrics.record.time", SimpleNamespace(time=lambda: 1.7e9))
     for folder in (tmp_path / "whole", tmp_path / "resumed"):
         record(folder, range(1, 6))
     record(tmp_path / "resumed", range(3, 6), start_step=2)
@@ -264,3 +267,41 @@ def test_a_config_that_asks_for_a_package_that_is_missing_is_the_users_mistake(
         check(tmp_path / "run.yaml")
     monkeypatch.setattr("nanotron.check.find_spec", lambda name: "found")
     assert check(tmp_path / "run.yaml").logging.wandb
+
+
+def test_goodput_counts_what_a_restart_took_and_the_steps_that_were_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.5]  # when the first step of half a second ends
+    monkeypatch.setattr("nanotron.metrics.record.time", SimpleNamespace(time=lambda: now[0]))
+    metrics = Metrics(config(), Mesh(), tmp_path, device=torch.device("cpu"))
+    for step in range(1, 5):
+        metrics.log(step, values(step))
+        now[0] += 0.5
+    now[0] = 110.0  # killed; it goes on from step 2
+    resumed = Metrics(config(), Mesh(), tmp_path, device=torch.device("cpu"), start_step=2)
+    for step in (3, 4):
+        resumed.log(step, values(step))
+    assert str(resumed._goodput) == "20.0% of 10s"
+    metrics.close()
+    resumed.close()
+
+
+def test_the_slowest_rank_is_named_with_its_host_and_for_how_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts = ["node1", "node1", "node2", "node2"]
+    mesh = Mesh({"pp": 2, "tp": 2})
+    metrics = Metrics(config(), mesh, tmp_path, device=torch.device("cpu"), hosts=hosts)
+    work = {"slowest_rank_ms": 400.0, "median_rank_ms": 320.0, "fullest_rank": 0, "fullest_rank_gib": 1.5}
+    with caplog.at_level(logging.INFO, logger="nanotron"):
+        for step, rank in ((1, 0), (2, 3), (3, 3)):
+            metrics.log(step, values(step, slowest_rank=rank, **work))
+        assert "rank 3 (pp 1, tp 1) on node2, since step 2, worked longest" in caplog.messages[-1]
+    metrics.close()
+    assert [(row["slowest_host"], row["slowest_since"]) for row in rows(tmp_path)] == [
+        ("node1", 1), ("node2", 2), ("node2", 2),
+    ]  # fmt: skip
+    (line,) = (line for line, _ in health(read_run(tmp_path)) if "slowest" in line)
+    assert line.startswith("rank 3 on node2 was the slowest in 2 of 3 looks at all ranks")
+    assert line.endswith("; at the end rank 3 on node2, since step 2")

@@ -24,7 +24,8 @@ from rich.text import Text
 
 from nanotron.errors import visible
 from nanotron.logging import human_duration, human_format
-from nanotron.metrics.columns import EXPERT_LOAD
+from nanotron.metrics.columns import EXPERT_LOAD, SLOWEST_RANK, SLOWEST_RANK_MS
+from nanotron.metrics.record import straggler_text
 from nanotron.metrics.step_clock import TimeLeft
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Display:
         self._losses: deque[float] = deque(maxlen=4096)
         self._left = TimeLeft()
         self._row: dict[str, Any] | None = None
+        self._slowest: dict[str, Any] | None = None  # the last row that tells of the slowest rank
         self.live = Live(self._draw(), console=console, refresh_per_second=8, transient=False)
 
     @property
@@ -82,6 +84,7 @@ class Display:
         rows = self._tail.read()
         for row in rows:
             self._row = row
+            self._slowest = row if SLOWEST_RANK in row else self._slowest
             self._left.add(row)
             self._losses.append(row["lm_loss"] if row["lm_loss"] is not None else math.nan)
         if rows:
@@ -112,6 +115,10 @@ class Display:
         table.add_row(
             "health", f"{norm}lr {human_format(row['lr'])}{load}", f"{human_format(row['memory_gib'])} GiB on rank 0"
         )
+        if self._slowest is not None:
+            row = self._slowest
+            what = f"rank {row[SLOWEST_RANK]}{straggler_text(row)}".rstrip(",")
+            table.add_row("slowest", what, f"{human_format(row[SLOWEST_RANK_MS])} ms of work at step {row['step']}")
         return Group(table)
 
 

@@ -3,6 +3,7 @@
 LAYOUT = "layout"
 """In the first row, and in those from which on it is another one."""
 
+UNIX_S = "unix_s"
 TIME_MS = "time_per_iteration_ms"
 VALIDATION_MS, SAVING_MS = "validation_ms", "saving_ms"
 APART = (VALIDATION_MS, SAVING_MS)
@@ -22,4 +23,5 @@ NORMS = (WEIGHT_NORM, GRAD_NORM, UPDATE_RATIO, ACTIVATION_NORM)
 """What stands before the slash; after it the parameter's global name, or the place of an activation."""
 
 SLOWEST_RANK, SLOWEST_RANK_MS, MEDIAN_RANK_MS = "slowest_rank", "slowest_rank_ms", "median_rank_ms"
+SLOWEST_HOST, SLOWEST_SINCE = "slowest_host", "slowest_since"
 FULLEST_RANK, FULLEST_RANK_GIB = "fullest_rank", "fullest_rank_gib"

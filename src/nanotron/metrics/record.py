@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,9 +14,12 @@ from nanotron.metrics.columns import (
     FULLEST_RANK_GIB,
     LAYOUT,
     MEDIAN_RANK_MS,
+    SLOWEST_HOST,
     SLOWEST_RANK,
     SLOWEST_RANK_MS,
+    SLOWEST_SINCE,
     TIME_MS,
+    UNIX_S,
 )
 from nanotron.metrics.devices import find_device
 from nanotron.metrics.experts import LOADS_FILE, ExpertUse, Told, worst_load
@@ -61,7 +65,17 @@ class Metrics:
     fresh): rows after it, of a run that was killed, are taken back.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, run_dir: Path, *, device: torch.device, start_step: int = 0) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        run_dir: Path,
+        *,
+        device: torch.device,
+        start_step: int = 0,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        """``hosts``: each rank's, on rank 0."""
         self._config, self._mesh, self._device = config, mesh, device
         self._first_step = start_step + 1
         self._left, self._since_line = TimeLeft(), _Work()
@@ -70,6 +84,7 @@ class Metrics:
         self._failing: set[Sink] = set()
         self._spikes = LossSpikes()
         self._experts: ExpertUse | None = None
+        self._hosts, self._slowest, self._slowest_since, self._goodput = hosts, -1, 0, Goodput()
         self._layout, self._layout_before = layout_text(mesh.layout()), ""
         if mesh.rank == 0:
             if config.model.model_config.sparse_layers:
@@ -79,6 +94,7 @@ class Metrics:
             for row in read_rows(run_dir / "metrics.jsonl"):  # a resumed run warns as one that never stopped
                 self._spikes.add(row["step"], row["lm_loss"], row.get("stage", ""))
                 self._layout_before = row.get(LAYOUT, self._layout_before)
+                self._goodput.add(row)
 
     def log(
         self, step: int, values: Mapping[str, float | int | str], vectors: Mapping[str, Sequence[float]] | None = None
@@ -95,6 +111,10 @@ class Metrics:
         row |= experts.columns if experts else {}
         if self._layout != self._layout_before:
             row[LAYOUT] = self._layout_before = self._layout
+        if SLOWEST_RANK in row:
+            row |= self._straggler(step, int(row[SLOWEST_RANK]))
+        row[UNIX_S] = time.time()
+        self._goodput.add(row)
         for sink in self._sinks:
             self._attempt(sink, lambda sink=sink: sink.write(step, row))  # type: ignore[misc]
         last_step = self._config.tokens.last_step
@@ -114,6 +134,15 @@ class Metrics:
         if self._experts and experts:
             self._tell(step, self._experts.file, experts)
 
+    def _straggler(self, step: int, rank: int) -> Row:
+        """Where the slowest rank is, and since which look at all ranks it is always that one."""
+        if rank != self._slowest:
+            self._slowest, self._slowest_since = rank, step
+        told: Row = {SLOWEST_SINCE: self._slowest_since}
+        if len(set(self._hosts)) > 1:
+            told[SLOWEST_HOST] = self._hosts[rank]
+        return told
+
     def _tell(self, step: int, file: Sink, experts: Told) -> None:
         if (loads := experts.loads) is not None:
             self._attempt(file, lambda: file.write(step, loads))
@@ -121,7 +150,9 @@ class Metrics:
             logger.warning(line)
 
     def close(self) -> None:
-        """Flush and close every sink."""
+        """Say how much of the time was of use; flush and close every sink."""
+        if goodput := str(self._goodput):
+            logger.info(f"goodput: {goodput}")
         for sink in [*self._sinks, *([self._experts.file] if self._experts else [])]:
             self._attempt(sink, sink.close)
 
@@ -191,6 +222,29 @@ def layout_text(layout: Mapping[str, int]) -> str:
     return " · ".join(f"{axis} {size}" for axis, size in layout.items() if size > 1) or "one process"
 
 
+class Goodput:
+    """The share of the time since a run first began, restarts included, in which it made steps that count."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._steps_s = self._ended = 0.0
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """The next row of those that are left of the run."""
+        if UNIX_S not in row:  # of an earlier version
+            return
+        seconds, self._ended = row[TIME_MS] / 1e3, row[UNIX_S]
+        self._steps_s += seconds
+        self._began = self._ended - seconds if self._began is None else self._began
+
+    def __str__(self) -> str:
+        """`87.5% of 3h 12m`; nothing before the first step."""
+        if self._began is None:
+            return ""
+        whole = max(self._ended - self._began, self._steps_s)
+        return f"{self._steps_s / whole:.1%} of {human_duration(whole)}"
+
+
 def work_line(row: Mapping[str, Any], mesh: Mesh) -> str:
     """The console's line about the rank that worked longest in a step, and the one that holds the most memory."""
     slowest, fullest = int(row[SLOWEST_RANK]), int(row[FULLEST_RANK])
@@ -198,10 +252,16 @@ def work_line(row: Mapping[str, Any], mesh: Mesh) -> str:
     share = busy / row[TIME_MS]
     times = f", {busy / usual:.2f} times the median rank" if usual > 0 else ""
     return (
-        f"step {row['step']}: rank {slowest}{_coordinates(mesh.seen_by(slowest))} worked longest, "
+        f"step {row['step']}: rank {slowest}{_coordinates(mesh.seen_by(slowest))}{straggler_text(row)} worked longest, "
         f"{human_format(busy)} ms, {share:.0%} of the step{times}; "
         f"rank {fullest}{_coordinates(mesh.seen_by(fullest))} holds most, {human_format(row[FULLEST_RANK_GIB])} GiB"
     )
+
+
+def straggler_text(row: Mapping[str, Any]) -> str:
+    """` on node7, since step 200,`: the slowest rank's host, where there are several, and since when it is that."""
+    host = f" on {row[SLOWEST_HOST]}" if SLOWEST_HOST in row else ""
+    return host + (f", since step {row[SLOWEST_SINCE]}," if row.get(SLOWEST_SINCE, row["step"]) < row["step"] else "")
 
 
 def _coordinates(mesh: Mesh) -> str:

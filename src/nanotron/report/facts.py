@@ -8,8 +8,17 @@ from statistics import median
 from typing import Any
 
 from nanotron.logging import human_duration, human_format
-from nanotron.metrics.columns import APART, LAYOUT, MEDIAN_RANK_MS, SLOWEST_RANK, SLOWEST_RANK_MS, TIME_MS
-from nanotron.metrics.record import layout_text
+from nanotron.metrics.columns import (
+    APART,
+    LAYOUT,
+    MEDIAN_RANK_MS,
+    SLOWEST_HOST,
+    SLOWEST_RANK,
+    SLOWEST_RANK_MS,
+    SLOWEST_SINCE,
+    TIME_MS,
+)
+from nanotron.metrics.record import Goodput, layout_text, straggler_text
 from nanotron.report.experts import expert_lines
 from nanotron.report.run import RunFiles
 
@@ -30,6 +39,11 @@ def facts(run: RunFiles) -> Iterator[tuple[str, str]]:
     apart = sum(sum(_numbers(run, column)) for column in APART)
     if apart:
         yield "validating and saving", human_duration(apart / 1e3)
+    goodput = Goodput()
+    for one in run.rows:
+        goodput.add(one)
+    if str(goodput):
+        yield "goodput: steps that count", str(goodput)
     yield "tokens per second, median", human_format(median(_numbers(run, "tokens_per_sec")))
     utilization = _numbers(run, "mfu")
     if utilization:
@@ -69,7 +83,10 @@ def _slowest(rows: list[dict[str, Any]]) -> str:
     rank = max(set(ranks), key=ranks.count)
     times = [row[SLOWEST_RANK_MS] / row[MEDIAN_RANK_MS] for row in rows if row[MEDIAN_RANK_MS]]
     how = f"; the slowest rank works {median(times):.2f} times as long as the median one" if times else ""
-    return f"rank {rank} was the slowest in {ranks.count(rank)} of {len(ranks)} looks at all ranks{how}"
+    last = next(row for row in reversed(rows) if row[SLOWEST_RANK] == rank)
+    host = f" on {last[SLOWEST_HOST]}" if SLOWEST_HOST in last else ""
+    since = f"; at the end rank {ranks[-1]}{straggler_text(rows[-1])}".rstrip(",") if SLOWEST_SINCE in rows[-1] else ""
+    return f"rank {rank}{host} was the slowest in {ranks.count(rank)} of {len(ranks)} looks at all ranks{how}{since}"
 
 
 def _numbers(run: RunFiles, key: str) -> list[float]:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from nanotron.errors import ConfigError
 from nanotron.launch.failures import Failure, failure_in
-from nanotron.metrics.columns import LAYOUT
+from nanotron.metrics.columns import LAYOUT, SLOWEST_HOST
 from nanotron.metrics.sinks import read_rows
 from nanotron.metrics.spikes import LossSpikes, Spike
 from nanotron.pipeline.timeline import Timeline
@@ -113,7 +113,7 @@ def _check_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         for key, value in {**dict.fromkeys(NEEDED, "missing"), **row}.items():
             is_number = type(value) is int or (type(value) is float and isfinite(value))
             may_be_null = key not in NEEDED or key == "lm_loss"
-            if key not in ("stage", LAYOUT) and not is_number and not (value is None and may_be_null):
+            if key not in ("stage", LAYOUT, SLOWEST_HOST) and not is_number and not (value is None and may_be_null):
                 raise ConfigError(
                     f"{path}: step {row['step']}: {key} is {value!r}, where a number belongs; mend or remove the line"
                 )

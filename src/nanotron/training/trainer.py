@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -77,7 +78,11 @@ def train(
     if config.model.compile:
         logger.info("compiling in the first step, and again where sequences become longer or shorter")
     feed = _open_feed(config, mesh, device, start, store, allow_data_change=allow_data_change)
-    open_metrics = partial(Metrics, config, mesh, run_directory(config), device=device, start_step=start.step)
+    hosts: list[str] = []  # rank 0's only
+    agreement = Agreement("hosts", mesh.rank, mesh.world, store, timeout_s=config.general.timeout_s)
+    agreement.decide("host", socket.gethostname(), hosts.extend)
+    folder = run_directory(config)
+    open_metrics = partial(Metrics, config, mesh, folder, device=device, start_step=start.step, hosts=hosts)
     metrics = on_rank_0("metrics", open_metrics, config, mesh, store) or open_metrics()
     checkpoints = config.checkpoints
     path, copy_to = config.checkpoint_places
