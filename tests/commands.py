@@ -10,6 +10,7 @@ What it cannot tell is what a command imports; tests of that start an interprete
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import runpy
@@ -80,6 +81,7 @@ def _become(folder: str, arguments: list[str], environment: dict[str, str], stre
     """In the new process: be what a shell would have started there."""
     for descriptor, path in enumerate(streams, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    gc.freeze()  # what was imported: a short life need not look through it
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)

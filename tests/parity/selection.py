@@ -37,8 +37,8 @@ WORDS: dict[str, dict[str, Any]] = {
 NUMBER = re.compile(r"(dp_shard|dp|cp|tp|pp|ep|rows|layers|length|loss_chunk)(\d+)")
 
 TABLE = """
-tp2 gathered overlap recompute loss_chunk8 compile qwen3 documents z_loss
-dp2 ep2 zero1 compile plain float64
+tp2 rows2 gathered overlap recompute loss_chunk8 compile qwen3 length64 documents z_loss
+dp2 ep2 rows2 zero1 compile plain
 dp2 ep2 zero1 layers2 z-loss
 cp2 pp2 zb_h1 rows2 selective compile length64 documents
 pp2 afab rows6 given mistral windows
