@@ -33,7 +33,7 @@ from tests.pool import Pool
 FUNCTIONS = 6
 """rms_norm, add_and_norm, queries_and_keys, swiglu; softmax_and_log_z, logit_gradient."""
 CASE = Case(rows=2, compile=True)
-"""All tests here, and one of parity's, need the same kernels: what costs is the compiler that makes them."""
+"""All tests here, and two of parity's, need the same kernels: what costs is the compiler that makes them."""
 
 
 class Compiled(NamedTuple):
