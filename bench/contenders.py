@@ -99,7 +99,7 @@ CUBE = {"dp": 2, "tp": 2, "pp": 2}
 
 
 def torchtitan(name: str = "torchtitan", **options: Any) -> Contender:
-    """torchtitan's Trainer; ``layout`` holds dp, tp and pp."""
+    """torchtitan's Trainer; ``layout`` holds dp, tp and pp, and how many replicas share experts."""
     return Contender(name, "bench.peers.torchtitan_step", options, environment="torchtitan")
 
 
@@ -238,6 +238,7 @@ SUBJECTS = {
             EXPERTS,
             keeping_memory(EXPERTS),
             replace(EXPERTS, name="transformers, eager", options={"experts": "eager"}),
+            *as_shipped_and_scheduled(torchtitan("torchtitan, bf16 experts", layout=EP)),
         ],
         world=2,
         shape={"num_experts": 16},

@@ -1,7 +1,7 @@
-"""torchtitan 0.3.0 on CPUs: the same Llama as its own configuration, and what its Trainer misses there.
+"""torchtitan 0.3.0 on CPUs: the same model as its own configuration, and what its Trainer misses there.
 
-Everything is built by the library: `Trainer.Config`, its Llama 3 modules, its parallelize and pipelining functions, its
-fused AdamW, its clipping, its schedules. It does not run as shipped without an accelerator, so this file
+Everything is built by the library: `Trainer.Config`, its Llama 3 or Qwen3 modules, its parallelize and pipelining
+functions, its fused AdamW, its clipping, its schedules. It does not run as shipped without an accelerator, so this file
 
 - names the device, for torchtitan takes what torch reports or else "cuda", and gives `torch.cpu` the five functions of
   `torch.cuda` that its memory monitor calls (`run_on_cpu`);
@@ -13,7 +13,8 @@ fused AdamW, its clipping, its schedules. It does not run as shipped without an 
   partial_dtensor: the default, spmd_types, needs torch 2.14's FSDP. All contenders have torch 2.13.
 
 Otherwise as shipped: FSDP over dp, sequence parallelism with tp, fused q/k/v, chunked loss. Faster than shipped: no
-activation checkpointing. Not used: torch.compile, checkpoints, profiler, traces.
+activation checkpointing. Not used: torch.compile, checkpoints, profiler, traces. Experts are those of its Qwen3, which
+multiply in bfloat16 whatever the rest does.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
-from torchtitan.models import llama3
+from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.trainer import Trainer
 
@@ -147,8 +148,6 @@ def model_of(shape: Shape) -> Any:
         rope=rope,
         attn_backend="flex",
     )
-    for layer in layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     normal = {"weight": partial(nn.init.normal_, std=0.02)}
     return llama3.Llama3Model.Config(
         dim=hidden,
@@ -160,13 +159,46 @@ def model_of(shape: Shape) -> Any:
     )
 
 
+def sparse_model_of(shape: Shape) -> Any:
+    """The Qwen3 of this shape with experts in every layer."""
+    hidden, vocabulary = shape.hidden_size, shape.vocab_size
+    layers = qwen3._build_qwen3_moe_layers(
+        n_layers=shape.num_hidden_layers,
+        dim=hidden,
+        n_heads=shape.num_attention_heads,
+        n_kv_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        moe_hidden_dim=shape.moe_intermediate_size,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        rope=qwen3.CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.sequence_length, theta=shape.rope_theta),
+    )
+    return qwen3.Qwen3Model.Config(
+        dim=hidden,
+        vocab_size=vocabulary,
+        tok_embeddings=qwen3.Embedding.Config(
+            num_embeddings=vocabulary, embedding_dim=hidden, param_init=qwen3._EMBEDDING_INIT
+        ),
+        norm=qwen3._qwen3_norm(hidden),
+        lm_head=qwen3.Linear.Config(in_features=hidden, out_features=vocabulary, param_init=qwen3._LINEAR_INIT),
+        layers=layers,
+    )
+
+
 def trainer_config(asked: dict[str, Any], *, steps: int = 1_000_000_000) -> CPUTrainer.Config:
     """The whole run that was asked for, in torchtitan's words; it logs every step."""
     shape, layout = Shape(**asked["shape"]), {"dp": 1, "tp": 1, "pp": 1, **asked.get("layout", {})}
     rows = shape.num_microbatches * shape.micro_batch_size
-    registered = llama3.model_registry("debugmodel")
+    if shape.num_experts:
+        registered, model = qwen3.model_registry("debugmodel_moe", moe_comm_backend="standard"), sparse_model_of(shape)
+    else:
+        registered, model = llama3.model_registry("debugmodel"), model_of(shape)
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return CPUTrainer.Config(
-        model_spec=dataclasses.replace(registered, model=model_of(shape), state_dict_adapter=None),
+        model_spec=dataclasses.replace(registered, model=model, state_dict_adapter=None),
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=shape.vocab_size)),
         tokenizer=NoTokenizer.Config(),
         dataloader=SameTokens.Config(shape=dataclasses.asdict(shape)),
@@ -185,6 +217,7 @@ def trainer_config(asked: dict[str, Any], *, steps: int = 1_000_000_000) -> CPUT
             spmd_backend="partial_dtensor",
             data_parallel_shard_degree=layout["dp"],
             tensor_parallel_degree=layout["tp"],
+            expert_parallel_degree=layout.get("expert_parallel_size", 1),
             enable_sequence_parallel=asked.get("sequence_parallel", True),
             pipeline_parallel_degree=layout["pp"],
             pipeline_parallel_schedule=asked.get("schedule", "1F1B"),
