@@ -100,6 +100,31 @@ def test_layers_with_and_without_experts_are_counted_each_by_one_more_of_it() ->
     assert Measurements("accelerator").chunk(config, whole) == measure_chunk(config, whole, "accelerator")
 
 
+@pytest.mark.parametrize("recompute", [False, "selective"])
+def test_the_work_of_a_whole_model_follows_from_few_layers_and_rows(recompute: bool | str) -> None:
+    layers = {"layers": 5, "experts": EXPERTS | {"layers": [1, 3, 4]}}
+    config = small(**ONE | layers, dp=2, ep=2, micro_batch=4, recompute=recompute)
+    known, whole = Measurements("accelerator").whole(config), StageModules.whole(config.model.model_config)
+    measured = measure_chunk(config, whole, "accelerator")
+    for kind in ("forward", "backward", "weights"):
+        found, expected = getattr(known, kind), getattr(measured, kind)
+        assert found == pytest.approx(expected, rel=0.02)  # of 64 tokens a whole number travels
+        assert found["kernels"] == expected["kernels"]
+
+
+def test_an_expert_s_weight_gradient_is_counted_for_all_of_them() -> None:
+    few, many = (
+        measure_chunk(
+            small(**ONE | {"experts": EXPERTS | {"num_experts": experts}}),
+            StageModules(range(1, 2), embed=False, head=False),
+            "cpu",
+        ).weights
+        for experts in (8, 16)
+    )
+    assert many["kernels"] - few["kernels"] == 2 * 8  # two matrices of each
+    assert many["matmul"] - few["matmul"] == 2 * 128 * 64 * 8  # the router's; rows are as many
+
+
 def test_stages_of_both_kinds_of_layer_are_levelled_by_their_flops() -> None:
     wide = EXPERTS | {"moe_intermediate_size": 4096, "layers": [6, 7]}
     (first, _), (_, _) = layers_of_stages(small(pp=2, layers=8, experts=wide))

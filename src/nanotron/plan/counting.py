@@ -77,6 +77,16 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.work = outer
 
+    @contextmanager
+    def times(self, count: int) -> Iterator[None]:
+        """Count what runs inside as if it ran ``count`` times, one after the other."""
+        outer, self.work = self.work, Counter()
+        try:
+            yield
+        finally:
+            outer.update({key: count * number for key, number in self.work.items()})
+            self.work = outer
+
     def shapes_alive(self) -> Iterable[tuple[int, ...]]:
         """The shape with which each living storage was made."""
         return [shape for _, shape in self._storages.values()]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import pairwise, product
 from math import comb, prod
 from typing import Any, cast
@@ -20,8 +20,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanotron.models import experts
 from nanotron.ops import attention, recompute
+from nanotron.ops import experts as expert_ops
 from nanotron.ops.experts import Numbers, count
 from nanotron.ops.fused import Function
+from nanotron.ops.kernels import Kernels
 from nanotron.optim import owners
 from nanotron.optim.buckets import Bucket
 from nanotron.optim.owners import OWNERS, Held, Matrix, Part, held_by
@@ -71,17 +73,34 @@ def counting() -> Iterator[Counting]:
     attention._triangles.cache_clear()  # no real tensor may be met inside, and no fake one afterwards
     with ExitStack() as stack:
         stack.callback(attention._triangles.cache_clear)
-        for module, name, stand_in in _STAND_INS:
+        counter = Counting()
+        one_for_all = partial(_weight_gradient_of_one, counter, expert_ops._add_grouped_gemm)
+        for module, name, stand_in in [*_STAND_INS, (expert_ops, "_add_grouped_gemm", one_for_all)]:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, stand_in)
         stack.enter_context(FakeTensorMode())
-        yield stack.enter_context(Counting())
+        yield stack.enter_context(counter)
 
 
 def _last_queries(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> Tensor:
     """As an accelerator's kernel, which needs no mask; torch's own bias is no fake tensor."""
     attended, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
     return cast(Tensor, attended)
+
+
+def _weight_gradient_of_one(
+    counter: Counting,
+    add: Callable[..., None],
+    buffer: Tensor,
+    grad: Tensor,
+    rows: Tensor,
+    sizes: list[int],
+    kernels: Kernels,
+) -> None:
+    """An expert's weight gradient, counted as often as experts have rows: they are alike, and may be very many."""
+    most = max(sizes)
+    with counter.times(sum(map(bool, sizes))):
+        add(buffer[:1], grad[:most], rows[:most], [most], kernels)
 
 
 def even_numbers(chosen: Tensor, ranks: Tensor, here: int, mesh: Mesh) -> Numbers:

@@ -9,7 +9,7 @@ along the line through the two: so much for each further layer of the kind.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +29,7 @@ from nanotron.optim.optimizer import Optimizer
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting, Work
 from nanotron.plan.fakes import FakeMesh, counting, on_accelerator
+from nanotron.plan.layouts import changed
 from nanotron.training.balance import ExpertBalance
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
@@ -42,6 +43,7 @@ FEW = 2
 Kind = tuple[str, "int | None"]
 """What decides a layer's cost: its kind and its window."""
 Counts = TypeVar("Counts", "ChunkCounts", "StateCounts")
+Measure = Callable[["Config", StageModules, Kernels], "ChunkCounts"]
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,28 @@ class Measurements:
 
     def chunk(self, config: Config, modules: StageModules) -> ChunkCounts:
         """One microbatch in a chunk; on the tp rank with the most rows of the vocabulary."""
+        return self._along_layers(config, modules, FEW, measure_chunk)
+
+    def whole(self, config: Config) -> ChunkCounts:
+        """One microbatch in the whole model, for its work: that of a row is measured, and that of one more."""
+        modules = StageModules.whole(config.model.model_config)
+        one, two = (
+            self._along_layers(changed(config, {"tokens.micro_batch_size": rows}), modules, 1, measure_deferring)
+            for rows in (1, 2)
+        )
+        return extended(one, one, two, config.tokens.micro_batch_size - 1)
+
+    def _along_layers(self, config: Config, modules: StageModules, most: int, measure: Measure) -> ChunkCounts:
+        """The chunk's numbers, measured with ``most`` layers of a kind and with one more."""
         counts = Counter(_kinds(config, modules))
-        few = Counter({kind: min(count, FEW) for kind, count in counts.items()})
+        few = Counter({kind: min(count, most) for kind, count in counts.items()})
 
-        def measure(layers: Counter[Kind]) -> ChunkCounts:
-            return self._chunk(config, _last(config, modules, layers))
+        def measured(layers: Counter[Kind]) -> ChunkCounts:
+            return self._chunk(config, _last(config, modules, layers), measure)
 
-        low = found = measure(few)
+        low = found = measured(few)
         for kind, more in (counts - few).items():
-            found = extended(found, low, measure(few + Counter([kind])), more)
+            found = extended(found, low, measured(few + Counter([kind])), more)
         return found
 
     def state(
@@ -128,9 +143,10 @@ class Measurements:
             found = extended(found, low, measure(one_more), more)
         return found
 
-    def _chunk(self, config: Config, held: StageModules) -> ChunkCounts:
+    def _chunk(self, config: Config, held: StageModules, measure: Measure) -> ChunkCounts:
         layout, tokens = config.parallelism, config.tokens
         key = (
+            measure,
             (repr(config.model), _kinds(config, held), held[1:], config.optimizer.accumulate_grad_in_fp32),
             (
                 layout.tp,
@@ -143,7 +159,7 @@ class Measurements:
             (tokens.micro_batch_size, tokens.sequence_length, layout.context_parallel_size, layout.cp_mode),
         )
         if key not in self._chunks:
-            self._chunks[key] = measure_chunk(config, held, self._kernels)
+            self._chunks[key] = measure(config, held, self._kernels)
         return self._chunks[key]
 
     def _state(self, config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
@@ -200,6 +216,18 @@ def extended(found: Counts, few: Counts, one_more: Counts, layers: int) -> Count
 
 def measure_chunk(config: Config, held: StageModules, kernels: Kernels) -> ChunkCounts:
     """Run F, B and W, then F and a B that includes W, of one microbatch in one chunk."""
+    apart, at_once = _measure(config, held, kernels, (True, False))
+    return replace(apart, fused_peak=at_once.backward_peak)
+
+
+def measure_deferring(config: Config, held: StageModules, kernels: Kernels) -> ChunkCounts:
+    """Run F, B and W only, which is all of the work; ``fused_peak`` is B's."""
+    (apart,) = _measure(config, held, kernels, (True,))
+    return apart
+
+
+def _measure(config: Config, held: StageModules, kernels: Kernels, defer: Sequence[bool]) -> list[ChunkCounts]:
+    """One microbatch in one chunk, again and again."""
     axes, ep = mesh_axes(config), config.parallelism.expert_parallel_size
     with counting() as counter:
         mesh = FakeMesh({"ep": ep, "cp": axes["cp"], "tp": axes["tp"]}, config.parallelism.tp - 1)
@@ -208,9 +236,7 @@ def measure_chunk(config: Config, held: StageModules, kernels: Kernels) -> Chunk
         alone = FakeMesh({"ep": ep, "tp": axes["tp"]}, mesh.coord("tp"))
         buckets = build_buckets(config, alone, [chunk])
         batch = _batch(config)
-        apart = _run(counter, config, chunk, buckets, batch, defer=True)
-        at_once = _run(counter, config, chunk, buckets, batch, defer=False)
-    return replace(apart, fused_peak=at_once.backward_peak)
+        return [_run(counter, config, chunk, buckets, batch, defer=wanted) for wanted in defer]
 
 
 def _options(config: Config, kernels: Kernels) -> ChunkOptions:

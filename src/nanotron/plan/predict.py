@@ -123,7 +123,7 @@ class Planner:
 
     def least_seconds(self, config: Config) -> float:
         """A step's time if layers were spread evenly and the pipeline only had to fill: no layout takes less."""
-        whole = self._measurements.chunk(config, StageModules.whole(config.model.model_config))
+        whole = self._measurements.whole(config)
         peak = self.cluster.peak_flops(config)
         forward, *rest = (self._seconds(config, work, peak) for work in (whole.forward, whole.backward, whole.weights))
         layout = config.parallelism
