@@ -40,7 +40,7 @@ LAUNCHERS = ("nanotron", "torchrun")
 DEEDS = ("stop", "kill", "kill the launcher", "tell the launcher")
 PLACES = {  # what a rank is about to do, and how often it comes by
     "nanotron.launch.peers:Peers.meet": 1,
-    "nanotron.launch.run:_open_folders": 1,
+    "nanotron.launch.run:claim_folders": 1,
     "nanotron.training.init_or_resume:agree_resume": 1,
     "nanotron.training.step:Training.step": MOST_STEPS,
     "nanotron.checkpoint.write:Snapshot.take": MOST_STEPS // INTERVAL,
