@@ -187,7 +187,8 @@ class Buckets:
         first_holder = not stages or self._mesh.coord("pp") == min(stages)
         axes = spec.reduce_axes(self._mesh)
         shards, _ = self._mesh.shards_and_copies(axes)
-        matrix = len(spec.shape) > 1 and not stages  # of a tied one, two stages have parts of the gradient
+        matrix = len(spec.shape) > 1 and not spec.name.endswith(".bias")
+        matrix = matrix and not stages  # of a tied one, two stages have parts of the gradient
         sharded = self._zero_stage >= 2 and matrix and len(self._mesh.ranks_along(*shards)) > 1
         return GroupKey(
             chunk=chunk,
