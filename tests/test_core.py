@@ -47,7 +47,15 @@ def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
         },
         "pipeline": {"custom.py", "draw.py", "trace.py"},
         "optim": {"muon.py", "norms.py", "owners.py", "sharding.py"},
-        "training": {"balance.py", "diagnostics.py", "evaluate.py", "groups.py", "host_copy.py", "init_or_resume.py"},
+        "training": {
+            "balance.py",
+            "diagnostics.py",
+            "evaluate.py",
+            "groups.py",
+            "host_copy.py",
+            "init_or_resume.py",
+            "mup.py",
+        },
     }
     for room, (files, _) in rooms().items():
         there = {path.name for path in (ROOT / "src" / "nanotron" / room).glob("*.py")} - {"__init__.py"}

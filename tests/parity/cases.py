@@ -53,6 +53,7 @@ class Case:
     experts: int = 0
     router: str = "plain"
     optimizer: str = "adamW"
+    mup: bool = False
     dtype: str = "float32"
     accumulate_in_fp32: bool = True
     steps: int = STEPS
@@ -266,6 +267,7 @@ def optimizer_cases() -> list[Case]:
         Case(dp=2, ep=2, tp=2, optimizer="muon", zero_stage=1, experts=8, router="shared", dtype="float64"),
         Case(dp=4, ep=2, optimizer="muon", zero_stage=1, experts=8, router="grouped", dtype="float64"),
         Case(tp=2, optimizer="muon", family="deepseek_v3", dtype="float64", experts=8),
+        Case(dp=2, tp=2, mup=True, zero_stage=1, tp_mode="REDUCE_SCATTER"),
     ]
 
 

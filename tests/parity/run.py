@@ -81,6 +81,7 @@ def config_of(case: Case) -> Config:
                 "dtype": case.dtype,
                 "compile": case.compile,
                 "loss_chunk": case.loss_chunk,
+                "init_method": {"use_mup": case.mup},
                 "model_config": {
                     f"is_{case.family}_config": True,
                     "hidden_size": 64,

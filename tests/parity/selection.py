@@ -29,6 +29,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "given": {"pp_layers": (1, 3)},
     "z_loss": {"z_loss": True},
     "tied": {"tied": True},
+    "mup": {"mup": True},
     "documents": {"documents": True},
     "window": {"window": 11},
     "windows": {"window": 11, "window_layers": (0, 1, 3)},
@@ -39,7 +40,7 @@ NUMBER = re.compile(r"(dp_shard|dp|cp|tp|pp|ep|rows|layers|length|loss_chunk)(\d
 TABLE = """
 tp2 rows2 gathered overlap recompute loss_chunk8 compile qwen3 length64 documents z_loss
 dp2 ep2 rows2 zero1 compile plain
-dp2 ep2 zero1 layers2 z-loss
+dp2 ep2 zero1 layers2 z-loss mup
 cp2 pp2 zb_h1 rows2 selective compile length64 documents
 pp2 afab rows6 given mistral windows
 pp2 interleaved_1f1b rows6 loss_chunk7 qwen3 window z_loss float64
@@ -73,7 +74,7 @@ cp3 pp2 zbv rows12 loss_chunk7 mistral length48 windows documents
 dp2 pp3 interleaved_1f1b rows2 zero1 qwen3 layers6 tied windows
 dp3 pp2 zb_h1 rows4 zero1 qwen2 layers3 tied window
 dp3 cp2 exchanged selective loss_chunk7 layers2 window z_loss float64
-tp4 pp2 rows12 given once overlap loss_chunk7
+tp4 pp2 rows12 given once overlap loss_chunk7 mup
 tp4 pp2 rows12 loss_chunk7 qwen3 layers2 window z_loss
 cp2 tp2 pp2 zb_h1 rows12 gathered loss_chunk7 layers2 tied window z_loss z-loss float64
 cp2 tp4 once qwen2 layers2 tied window z_loss float64

@@ -290,15 +290,26 @@ else:
 
 
 @section
-@retires(INIT_METHOD)
 class RandomInit:
     """Random initial weights, keyed by parameter name: the same on every layout."""
 
-    std: Float = key(0.02, "Standard deviation of embeddings and of projections into attention and MLP.", gt=0)
+    std: Float = key(
+        0.02,
+        "Standard deviation of embeddings and of projections into attention and MLP; µP has its own.",
+        gt=0,
+    )
     scaling_method: Lower[Literal["none", "num_layers", "layer_index"]] = key(
         "num_layers",
         "What the standard deviation of projections back to the residual stream is divided by:"
         " 1, √(2 · layers), or √(2 · (layer number from 1)).",
+    )
+    use_mup: bool = key(
+        False,
+        "µP: initial weights and learning rates of each matrix by its width, so that the best learning rate of a narrow"
+        " model is that of a wide one.",
+    )
+    mup_base_width: Width = key(
+        256, "Width of a matrix's input at which µP leaves AdamW's learning rate as it is; at twice it is half.", gt=0
     )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from nanotron.config.config import Config
 from nanotron.config.keys import KeyPath, path_of, was_filled
-from nanotron.config.model import DeepseekConfig
+from nanotron.config.model import DeepseekConfig, RandomInit
 
 Findings = Iterator[tuple[str, str]]
 HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
@@ -293,6 +293,25 @@ def _tokens_find_enough_experts(config: Config) -> Findings:
             f"{MOE}.top_k_groups",
             f"{moe.top_k_groups} groups of {experts // groups} experts have fewer than top_k={moe.top_k}; use at least"
             f" {least}",
+        )
+
+
+@rule("model.init_method", "model.model_config", "optimizer.optimizer_factory")
+def _mup_reaches_every_layer(config: Config) -> Findings:
+    init, model, factory = config.model.init_method, config.model.model_config, config.optimizer.optimizer_factory
+    if not isinstance(init, RandomInit) or not init.use_mup:
+        return
+    key = "model.init_method.use_mup"
+    if init.std != 0.02:
+        yield "model.init_method.std", f"{init.std} has no effect with use_mup; leave it out"
+    if model.tie_word_embeddings:
+        yield key, "an embedding under µP is no output layer; set model.model_config.tie_word_embeddings: false"
+    if model.qk_norm:
+        yield key, "the family's norms of queries and keys undo what µP does to scores; use a family without"
+    if factory.name == "muon" and factory.muon_scale != "spectral":
+        yield (
+            "optimizer.optimizer_factory.muon_scale",
+            f"{factory.muon_scale} updates grow with the width, which use_mup forbids; use spectral",
         )
 
 

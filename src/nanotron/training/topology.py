@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from nanotron.config.model import RandomInit
 from nanotron.logging import human_format
 from nanotron.models.families import family_of, layer_costs
 from nanotron.models.flops import head_flops
@@ -18,6 +19,7 @@ from nanotron.pipeline.custom import find_schedule
 from nanotron.pipeline.schedules import Schedule
 from nanotron.pipeline.split import stage_layers
 from nanotron.training.groups import grouped
+from nanotron.training.mup import width_independent
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -88,14 +90,17 @@ def model_size(config: Config) -> str:
 
 def parameter_specs(config: Config) -> dict[str, ParamSpec]:
     """Every parameter of the run's model, and how it is updated."""
-    init = config.model.init_method
-    specs = family_of(config.model.model_config).specs(
-        config.model.model_config,
+    model, init = config.model.model_config, config.model.init_method
+    specs = family_of(model).specs(
+        model,
         std=getattr(init, "std", 0.02),  # of no effect when the weights come from a checkpoint
         scaling_method=getattr(init, "scaling_method", "num_layers"),
         sequence_parallel=config.parallelism.sequence_parallel,
     )
-    return grouped(specs, config.optimizer)
+    specs = grouped(specs, config.optimizer)
+    if isinstance(init, RandomInit) and init.use_mup:
+        return width_independent(specs, init, model.head_dim)
+    return specs
 
 
 def has_owners(config: Config) -> bool:

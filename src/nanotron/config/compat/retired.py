@@ -12,7 +12,6 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from nanotron.config.document import show
 from nanotron.config.keys import in_any_case
-from nanotron.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -100,7 +99,7 @@ def retired_of(cls: type[Any]) -> Mapping[str, Retired]:
 _KERNELS = no_effect("which kernel runs is decided by what the device offers; results are the same")
 _RING = ("ring", "ring_flash_triton", "llama3_ring_attention")
 _S5CMD = no_effect("s5cmd is not used")
-_MUP = "spectral muP's initial weights and learning rates per layer are not available; use init_method: {std: 0.02}"
+_MUP = "µP's learning rates go with its initial weights, and not with those of a checkpoint; leave it out"
 
 TOP_LEVEL = {
     "lighteval": refused(
@@ -180,7 +179,9 @@ S3_UPLOAD = {"s5cmd_numworkers": _S5CMD, "s5cmd_concurrency": _S5CMD, "s5cmd_pat
 
 
 class SpectralMupInit:
-    """A name that scripts import: `init_method=SpectralMupInit(…)` is refused when it is made."""
+    """A name that scripts import: `init_method=SpectralMupInit(…)` is `RandomInit(use_mup=…)`."""
 
-    def __init__(self, use_mup: bool = True) -> None:
-        raise ConfigError(f"init_method: SpectralMupInit is refused: {_MUP}")
+    def __new__(cls, use_mup: bool = True) -> Any:
+        from nanotron.config.model import RandomInit
+
+        return RandomInit(use_mup=use_mup)
