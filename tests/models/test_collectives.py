@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.parallel import comm
 from nanotron.parallel.mesh import Mesh
@@ -186,3 +187,35 @@ def wait(work: Any) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_flat_buffers_are_reduced_and_gathered_in_place(pool: Pool, world: int) -> None:
     pool.run(world, flat_buffers)
+
+
+class Copies(TorchDispatchMode):
+    """Notes every operator that makes a copy; gloo itself makes one of what it has summed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.extend([func._opname] * (func._opname in {"cat", "clone"}))
+        return func(*args, **(kwargs or {}))
+
+
+def copies_of_rows(rank: int, world: int, rows: int) -> list[str]:
+    """What gathering and scattering tokens [rows, 2, 3] over tp copies, besides what is sent."""
+    mesh = Mesh({"tp": world}, rank)
+    mesh.create_groups()
+    group = mesh.group("tp")
+    mine = torch.arange(rows * 6.0).view(rows, 2, 3) + 100 * rank
+    whole = torch.cat([torch.arange(rows * 6.0).view(rows, 2, 3) + 100 * other for other in range(world)], dim=1)
+    with Copies() as copies:
+        gathered = comm.all_gather(mine, group, dim=1)
+        summed = comm.reduce_scatter(whole, group, dim=1)
+    assert torch.equal(gathered, whole)
+    assert torch.equal(summed, world * mine)
+    return copies.seen
+
+
+def test_one_row_is_gathered_and_scattered_without_a_copy(pool: Pool) -> None:
+    assert pool.run(2, copies_of_rows, 1) == [[]] * 2
+    assert pool.run(2, copies_of_rows, 2) == [["cat", "cat"]] * 2

@@ -192,8 +192,10 @@ def begin_all_gather(x: Tensor, group: ProcessGroup | None, dim: int) -> AsyncHa
         return lambda: x
     parts = x.new_empty((dist.get_world_size(group), *x.shape))
     work = start_all_gather(parts.view(-1), x.contiguous().view(-1), group)
-    # n × [.., l, ..] -> [.., n·l, ..]
-    return _handle(work, lambda: torch.cat(parts.unbind(), dim) if dim else parts.flatten(0, 1))
+    # n × [.., l, ..] -> [.., n·l, ..]; of one row they lie in their order already
+    if x.shape[:dim].numel() == 1:
+        return _handle(work, lambda: parts.view(*x.shape[:dim], len(parts) * x.shape[dim], *x.shape[dim + 1 :]))
+    return _handle(work, lambda: torch.cat(parts.unbind(), dim))
 
 
 def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> AsyncHandle:
@@ -202,7 +204,8 @@ def begin_reduce_scatter(x: Tensor, group: ProcessGroup | None, dim: int) -> Asy
         return lambda: x
     n = dist.get_world_size(group)
     assert x.shape[dim] % n == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {n} ranks"
-    parts = torch.cat(x.chunk(n, dim)) if dim else x.contiguous()  # rank r's part becomes the r-th contiguous block
+    one_row = x.shape[:dim].numel() == 1  # then rank r's part is the r-th contiguous block
+    parts = x.contiguous() if one_row else torch.cat(x.chunk(n, dim))
     mine = x.new_empty((*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :]))
     work = start_reduce_scatter(mine.view(-1), parts.view(-1), group)
     return _handle(work, lambda: mine)
