@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanotron.errors import ConfigError
-from nanotron.launch.place import Place, choose_device, identity_of, num_cores, num_threads
+from nanotron.launch.place import Place, choose_device, grow_segments, identity_of, num_cores, num_threads
 from tests.commands import nanotron
 
 FAULTS = """
@@ -188,3 +188,13 @@ print(torch.backends.cuda.cudnn_sdp_enabled(), os.environ["CUBLAS_WORKSPACE_CONF
 def test_a_deterministic_run_refuses_kernels_whose_bits_change(tmp_path: Path) -> None:
     (tmp_path / "bits.py").write_text(DETERMINISTIC)
     assert nanotron(tmp_path, "bits.py").stdout.split() == ["True", "False", "False", ":4096:8"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_grows_its_segments_unless_somebody_has_told_it_otherwise(name: str) -> None:
+    environment: dict[str, str] = {}
+    grow_segments(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    told = {name: "max_split_size_mb:64"}
+    grow_segments(told)
+    assert told == {name: "max_split_size_mb:64"}

@@ -171,6 +171,12 @@ def repeat_bits(environment: MutableMapping[str, str]) -> None:
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+def grow_segments(environment: MutableMapping[str, str]) -> None:
+    """Let CUDA's allocator grow its segments: tensors of changing sizes leave no gaps. Before the first of them."""
+    if not environment.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def schedule_as_batch() -> None:
     """Let gloo's receiving thread wait its turn: it otherwise preempts the thread that it waits for, and spins.
 

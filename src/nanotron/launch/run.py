@@ -40,6 +40,7 @@ from nanotron.launch.peers import Peers
 from nanotron.launch.place import (
     Place,
     choose_device,
+    grow_segments,
     keep_few_shapes,
     keep_freed_memory,
     num_threads,
@@ -223,6 +224,8 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     device, backend = choose_device(place)
     if general.deterministic:
         repeat_bits(os.environ)
+    if device.type == "cuda":
+        grow_segments(os.environ)
     if device.type == "cpu":
         keep_freed_memory()
         keep_few_shapes(os.environ)
