@@ -12,15 +12,17 @@ from typer.testing import CliRunner
 
 from nanotron.check import examine
 from nanotron.cli import app
+from nanotron.config import Config
 from nanotron.models.specs import StageModules
 from nanotron.plan import command
+from nanotron.plan.counting import Traffic
 from nanotron.plan.fixes import cheapest_fixes
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.layouts import changed, is_legal
 from nanotron.plan.measure import measure_chunk
 from nanotron.plan.predict import Planner
-from nanotron.plan.search import Fastest, legal_layouts
-from nanotron.plan.text import plan_text, search_text
+from nanotron.plan.search import Fastest, legal_layouts, search
+from nanotron.plan.text import fixes_text, plan_text, search_text
 from nanotron.training.topology import pipeline_schedule
 from tests.plan.configs import small
 
@@ -146,3 +148,51 @@ def test_the_table_of_a_search_says_how_rows_are_cut() -> None:
     assert lines[2].split()[:3] == ["dp", "cp", "tp"]
     assert lines[3].split()[:4] == ["1", "4", "a", "1"]
     assert lines[-1] == "cp: g with cp_mode ALL_GATHER, a with ALL_TO_ALL"
+
+
+@pytest.mark.parametrize(("stage", "dp_shard"), [(2, None), (3, 4)], ids=["2", "3 on nodes"])
+def test_shards_are_among_what_makes_a_layout_fit(stage: int, dp_shard: int | None) -> None:
+    config = small(dp=8, hidden=512, sequence=64, micro_batch=1, accumulation=1, layers=6, recompute=True)
+    more = {"optimizer.zero_stage": stage, "parallelism.dp_shard": dp_shard}
+    planner = just_enough_for(changed(config, more))
+    assert not planner.fits(config)
+    fixes = cheapest_fixes(planner, config, count=99)
+    assert more in [fix.change for fix in fixes]
+    assert f"zero_stage={stage}" in fixes_text(fixes)
+
+
+def just_enough_for(config: Config) -> Planner:
+    """A planner of two nodes of devices on which this layout fits, and nothing larger."""
+    planner = Planner(find_cluster("h100", 4))
+    device = replace(planner.cluster.device, memory_bytes=planner.memories(config)[0].total * 1.001)
+    planner.cluster = replace(planner.cluster, device=device)
+    return planner
+
+
+def test_a_search_shards_gradients_where_they_do_not_fit_otherwise() -> None:
+    config = small(dp=8, hidden=512, sequence=64, micro_batch=1, accumulation=1, layers=1, recompute=True)
+    planner = just_enough_for(changed(config, {"optimizer.zero_stage": 2}))
+    best = search(planner, config, 8).best
+    assert 2 in {plan.config.optimizer.zero_stage for _, plan in best}
+    assert all(plan.fits for _, plan in best)
+
+
+def test_a_plan_says_what_every_micro_batch_sends_of_whole_blocks(planner: Planner) -> None:
+    one, three = (planner.plan(small(dp=8, pp=2, zero=zero, accumulation=8)) for zero in (1, 3))
+    assert "ZeRO 3: each of 8 micro-batches sends a pipeline stage's gradients and gathers its weights" in plan_text(
+        three
+    )
+    assert "ZeRO 1:" not in plan_text(one)
+    sent = Traffic("reduce_scatter", "dp", "bytes")
+    assert 7 * one.ranks[0].traffic[sent] < three.ranks[0].traffic[sent] < 8 * one.ranks[0].traffic[sent]
+    assert three.step_seconds > one.step_seconds
+
+
+def test_hybrid_sharding_keeps_gathers_on_a_node_and_sums_copies_between_nodes(planner: Planner) -> None:
+    plan = planner.plan(changed(small(dp=16, zero=3), {"parallelism.dp_shard": 8}))
+    axes = {(key.kind, key.axis) for key in plan.worst.traffic}
+    assert {("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard"), ("all_reduce", "dp_copies")} <= axes
+    whole = planner.plan(small(dp=16, zero=3))
+    for kept in ("parameters", "gradients", "moments"):
+        assert getattr(plan.worst.memory, kept) == pytest.approx(2 * getattr(whole.worst.memory, kept), rel=0.01)
+    assert "zero: 3 of 8 is stage 3 with dp_shard 8" in search_text(Fastest([({}, plan)], 1, 1))

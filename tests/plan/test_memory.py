@@ -42,6 +42,9 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "optimizer": {"name": "muon"}},
     {"experts": ALL_EXPERTS, "dp": 2, "ep": 2, "dtype": "bfloat16", "optimizer": {"name": "muon"}},
     {"pp": 2, "layers": 10, "window": 20, "window_layers": [0, 1, 2, 4, 5, 6, 8, 9]},
+    {"dp": 2, "zero": 2, "dtype": "bfloat16"},
+    {"dp": 2, "zero": 3},
+    {"dp": 2, "pp": 2, "zero": 3, "dtype": "bfloat16", "layers": 8},
 ]
 ALONE: list[dict[str, Any]] = [{}, {"dp": 2, "layers": 7}, {"tp": 2}, {"pp": 2, "layers": 6}]
 ALONE += [{"pp": 2, "schedule": "zb_h1"}]
@@ -71,7 +74,8 @@ def test_predicted_memory_is_within_5_percent_of_what_a_run_allocates(pool: Pool
         real = measured[rank * size.dp * size.tp + size.tp - 1]
         assert state == pytest.approx(real.state, rel=0.01), f"state of pipeline rank {rank}"
         assert memory.total == pytest.approx(real.peak, rel=0.05), f"peak of pipeline rank {rank}"
-        assert memory.total - state == pytest.approx(real.peak - real.state, rel=0.05), f"activations of rank {rank}"
+        if config.optimizer.zero_stage < 3:  # else gloo's own copies of blocks that are gathered are among them
+            assert memory.total - state == pytest.approx(real.peak - real.state, rel=0.05), f"activations of {rank}"
 
 
 @pytest.mark.parametrize(("kernels", "sequence"), [("accelerator", 512), ("cpu", 64), ("cpu_onednn", 64)])

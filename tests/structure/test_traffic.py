@@ -8,6 +8,10 @@ Where sequences are cut over c ranks, s stands for the s/c tokens that one of th
     dp · cp  1 all-reduce: the number of targets, one float64
              zero 0: the gradients once, an all-reduce for each bucket
              zero 1: the gradients once, a reduce-scatter for each bucket; the weights once, an all-gather
+             zero 2: m times a reduce-scatter of each block's matrices, embedding and head among its B blocks; the rest
+             as before
+             zero 3: that, and m times B - 1 all-gathers forward, since the first layer is still whole, and B - 3
+             backward, since the last two blocks are and the embedding need not be; one more, of the first layer, once
     tied     1 all-reduce: the gradient of the tied weight's shard
     pp       m sends of an activation (1/t of it under sequence parallelism) to the next stage, m to the one before
     tp       m times (4·L + first + last) all-reduces of an activation: into and out of attention and MLP, forward and
@@ -76,6 +80,29 @@ def test_a_step_sends_the_least_its_layout_needs_and_what_the_planner_says(pool:
         assert seen == least(config, mesh), f"rank {rank}"
         if mesh.coord("tp") == case.tp - 1:  # of a vocabulary that does not divide, the rank that is planned
             assert seen == named(plan.ranks[mesh.coord("pp")].traffic, config, mesh), f"rank {rank}"
+
+
+SHARDED = [
+    Case(dp=2, zero_stage=2),
+    Case(dp=2, zero_stage=3),
+    Case(dp=2, zero_stage=3, recompute_layer=True, dtype="float64"),
+    Case(dp=2, tp=2, zero_stage=3),
+]
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=str)
+def test_whole_blocks_come_and_go_in_every_microbatch_as_the_planner_says(pool: Pool, case: Case) -> None:
+    config = config_of(case)
+    plan, m = PLANNER.plan(config, every_layer=True), case.accumulation
+    blocks = config.model.model_config.num_hidden_layers + 2
+    for rank, seen in enumerate(pool.run(case.world, count, case)):
+        mesh = Mesh(mesh_axes(config), rank)
+        if mesh.coord("tp") == case.tp - 1:
+            assert seen == named(plan.ranks[0].traffic, config, mesh), f"rank {rank}"
+        calls = {kind: seen[Collective(kind, mesh.ranks_along("dp"))][0] for kind in ("reduce_scatter", "all_gather")}
+        assert calls["reduce_scatter"] == m * blocks + 1  # of norms, at the end
+        gathers = m * (2 * blocks - 4) + 1 if case.zero_stage == 3 else blocks
+        assert calls["all_gather"] == gathers + 1
 
 
 EXPERTS = [

@@ -7,7 +7,7 @@ from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanotron.config.rules import divisors
-from nanotron.plan.layouts import Change, changed, is_legal
+from nanotron.plan.layouts import Change, changed, is_legal, sharded_more
 from nanotron.plan.predict import Plan, Planner
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Fix(NamedTuple):
 
 def cheapest_fixes(planner: Planner, config: Config, count: int = 3) -> list[Fix]:
     """The cheapest changes that make the config fit; combinations are tried only while too few are found."""
-    single = [change for change in _changes(config) if is_legal(changed(config, change))]
+    single = [change for change in _changes(config, planner.cluster.per_node) if is_legal(changed(config, change))]
     fixes: list[Fix] = []
     for size in (1, 2, 3):
         for parts in islice(combinations(single, size), TRIALS):
@@ -47,7 +47,7 @@ def cheapest_fixes(planner: Planner, config: Config, count: int = 3) -> list[Fix
     return sorted(fixes, key=lambda fix: fix.device_seconds)[:count]
 
 
-def _changes(config: Config) -> Iterator[Change]:
+def _changes(config: Config, per_node: int) -> Iterator[Change]:
     """Single changes that may save memory, for the same global batch; the last ones take more devices."""
     layout, tokens = config.parallelism, config.tokens
     rows, accumulation = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
@@ -59,8 +59,7 @@ def _changes(config: Config) -> Iterator[Change]:
         yield {"parallelism.tp_mode": "REDUCE_SCATTER"}
     if config.loss_chunk is None and tokens.sequence_length > 1024:
         yield {"model.loss_chunk": 1024}
-    if config.optimizer.zero_stage == 0:
-        yield {"optimizer.zero_stage": 1}
+    yield from sharded_more(config, per_node)
     if layout.pp_engine != "1f1b" and layout.pp > 1:
         yield {"parallelism.pp_engine": "1f1b", "parallelism.pp_virtual_stages": 1}
     if rows % 2 == 0:

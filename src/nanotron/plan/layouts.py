@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,17 @@ def changed(config: Config, change: Change) -> Config:
     return other
 
 
+def sharded_more(config: Config, per_node: int) -> Iterator[Change]:
+    """Higher ZeRO stages, those that send least first: shards within a node (hybrid) before shards over all."""
+    layout, stage = config.parallelism, config.optimizer.zero_stage
+    on_a_node = per_node // (layout.tp * layout.context_parallel_size)
+    ep = layout.expert_parallel_size
+    hybrid = [on_a_node] if 1 < on_a_node < layout.dp and layout.dp % on_a_node == on_a_node % ep == 0 else []
+    for higher in range(stage + 1, 4) if layout.dp * layout.context_parallel_size > 1 else ():
+        for shards in [*(hybrid if higher > 1 else []), None]:
+            yield {"optimizer.zero_stage": higher, "parallelism.dp_shard": shards}
+
+
 def is_legal(config: Config) -> bool:
     """Whether the trainer would accept the layout."""
     return config.tokens.batch_accumulation_per_replica >= 1 and not layout_problems(config)
@@ -42,8 +53,9 @@ def layout_problems(config: Config) -> list[str]:
 
 
 def written(change: Change) -> str:
-    """`tp=4, pp=2`: a change as a person would say it."""
-    return ", ".join(f"{name.rpartition('.')[2]}={_plain(value)}" for name, value in change.items())
+    """`tp=4, pp=2`: a change as a person would say it; what is left to its default goes without saying."""
+    said = {name.rpartition(".")[2]: value for name, value in change.items() if value is not None}
+    return ", ".join(f"{name}={_plain(value)}" for name, value in said.items())
 
 
 def _plain(value: Any) -> str:

@@ -27,7 +27,7 @@ from nanotron.ops.kernels import Kernels
 from nanotron.optim.buckets import Bucket, Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.parallel.mesh import Mesh
-from nanotron.plan.counting import Counting, Work
+from nanotron.plan.counting import Counting, Traffic, Work
 from nanotron.plan.fakes import FakeMesh, counting, on_accelerator
 from nanotron.plan.layouts import changed
 from nanotron.training.balance import ExpertBalance
@@ -67,6 +67,8 @@ class ChunkCounts:
     forward: Work
     backward: Work
     weights: Work
+    first: Work
+    """What the first forward of a step sends besides (ZeRO-3), for it finds no block whole."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,12 @@ class Measurements:
         )
         if key not in self._chunks:
             self._chunks[key] = measure(config, held, self._kernels)
-        return self._chunks[key]
+        if measure is not measure_chunk or not leaves_each_microbatch(config):
+            return self._chunks[key]
+        shared = (*key, config.optimizer.zero_stage, layout.dp, layout.dp_shard)
+        if shared not in self._chunks:
+            self._chunks[shared] = measure_shared_chunk(config, held, self._kernels, self._chunks[key])
+        return self._chunks[shared]
 
     def _state(self, config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
         layout = config.parallelism
@@ -169,6 +176,7 @@ class Measurements:
             (repr(config.optimizer), config.tokens.sequence_length),
             (
                 layout.dp,
+                layout.dp_shard,
                 layout.expert_parallel_size,
                 layout.context_parallel_size,
                 layout.tp,
@@ -235,8 +243,34 @@ def _measure(config: Config, held: StageModules, kernels: Kernels, defer: Sequen
         # Buckets leave once in a step, not in every microbatch: no replicas here.
         alone = FakeMesh({"ep": ep, "tp": axes["tp"]}, mesh.coord("tp"))
         buckets = build_buckets(config, alone, [chunk])
-        batch = _batch(config)
-        return [_run(counter, config, chunk, buckets, batch, defer=wanted) for wanted in defer]
+        batch, rest = _batch(config), counter.alive
+        return [_run(counter, config, chunk, buckets, batch, defer=wanted, rest=rest) for wanted in defer]
+
+
+def leaves_each_microbatch(config: Config) -> bool:
+    """Whether gradients, and at stage 3 weights, are whole by block only: then every microbatch sends them."""
+    layout = config.parallelism
+    return config.optimizer.zero_stage >= 2 and (layout.dp_shard or layout.dp) * layout.context_parallel_size > 1
+
+
+def measure_shared_chunk(config: Config, held: StageModules, kernels: Kernels, alone: ChunkCounts) -> ChunkCounts:
+    """The same of a chunk whose matrices ranks share (ZeRO-2 and 3): what is sent, and peaks with whole blocks in them.
+
+    ``alone``: of a chunk that has all to itself, for what a microbatch leaves behind is the same. The second microbatch
+    counts: the first of a step finds no block whole.
+    """
+    with counting() as counter:
+        mesh = FakeMesh(mesh_axes(config), config.parallelism.tp - 1)
+        (chunk,) = build_chunks(config, mesh, [held], _options(config, kernels))
+        buckets = build_buckets(config, mesh, [chunk])
+        batch, rest = _batch(config), counter.alive
+        first, apart, at_once = (
+            _run(counter, config, chunk, buckets, batch, defer=defer, rest=rest) for defer in (True, True, False)
+        )
+    peaks = {name: getattr(apart, name) for name in ("forward_peak", "backward_peak", "weights_peak")}
+    works = {name: getattr(apart, name) for name in ("forward", "backward", "weights")}
+    more = Work({key: count for key, count in (first.forward - apart.forward).items() if isinstance(key, Traffic)})
+    return replace(alone, **peaks, **works, fused_peak=at_once.backward_peak, first=more)
 
 
 def _options(config: Config, kernels: Kernels) -> ChunkOptions:
@@ -246,14 +280,14 @@ def _options(config: Config, kernels: Kernels) -> ChunkOptions:
 
 
 def _run(
-    counter: Counting, config: Config, chunk: DecoderChunk, buckets: Buckets, batch: Batch, *, defer: bool
+    counter: Counting, config: Config, chunk: DecoderChunk, buckets: Buckets, batch: Batch, *, defer: bool, rest: int
 ) -> ChunkCounts:
     """One microbatch through a chunk, holding and dropping tensors where the pipeline's engine does.
 
-    Unless weight gradients are put off (``defer``), B computes them on its way, and W does nothing.
+    Unless weight gradients are put off (``defer``), B computes them on its way, and W does nothing. ``rest``: bytes
+    that are alive when no microbatch is under way and no block whole.
     """
     buckets.start(1, _length(config))
-    before = counter.alive
     message = _message(config)
     message_bytes = message.numel() * message.element_size()
     x = None if chunk.embed is not None else message.requires_grad_()
@@ -263,19 +297,19 @@ def _run(
         loss = torch.stack(list(losses.values())).sum() if losses else None
         output = None if chunk.head is not None else get_gradient_edge(y)
         handed = None if chunk.head is not None else y.detach()
-    forward_peak, held = counter.peak - before, 0
+    forward_peak, held = counter.peak - rest, 0
     del y, losses
-    held = counter.alive - before
+    held = counter.alive - rest
     del handed
-    kept = counter.alive - before
+    kept = counter.alive - rest
     _assert_no_scores(counter, config)
     grad = None if output is None else _message(config)
     starts = [(root, start) for root, start in ((output, grad), (loss, None)) if root is not None]
     with counter.section() as backward, chunk.hooks.weight_grads.deferring(defer):
         torch.autograd.backward(*zip(*starts, strict=True))  # type: ignore[arg-type]
-    backward_peak = counter.peak - before
+    backward_peak = counter.peak - rest
     del x, output, loss, grad, starts
-    stash, jobs = counter.alive - before, chunk.hooks.weight_grads.take()
+    stash, jobs = counter.alive - rest, chunk.hooks.weight_grads.take()
     with counter.section() as weights:
         while jobs:
             jobs.pop(0)()
@@ -286,11 +320,12 @@ def _run(
         sent=held - kept,
         backward_peak=backward_peak,
         stash=stash,
-        weights_peak=counter.peak - before,
+        weights_peak=counter.peak - rest,
         fused_peak=backward_peak,
         forward=forward,
         backward=backward,
         weights=weights,
+        first=Work(),
     )
 
 
@@ -337,9 +372,13 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
         for entry in optimizer.state():
             state[entry.kind] += _nbytes(entry.tensor)
         before = counter.alive
+        with counter.section() as leaving:
+            _contribute(config, chunks, buckets)
         with counter.section() as update:
             _update(config, mesh, chunks, buckets, optimizer, balance)
         update_peak = counter.peak - before
+        if not leaves_each_microbatch(config):  # else it is counted with every microbatch
+            update += leaving
     return StateCounts(
         parameters=parameters,
         gradients=gradients,
@@ -351,6 +390,16 @@ def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> St
     )
 
 
+def _contribute(config: Config, chunks: Sequence[DecoderChunk], buckets: Buckets) -> None:
+    """Say that all gradients of a microbatch have come: buckets leave that are complete."""
+    length = _length(config)
+    buckets.start(1, length)
+    for chunk in reversed(chunks):
+        for use in reversed(chunk.uses(length)):
+            for name in use.names * use.contributions:
+                chunk.hooks.weight_grads.add_now(chunk.weights[name], lambda buffer: None)
+
+
 def _update(
     config: Config,
     mesh: FakeMesh,
@@ -359,14 +408,8 @@ def _update(
     optimizer: Optimizer,
     balance: ExpertBalance,
 ) -> None:
-    """What `Training.step` does besides forward and backward."""
-    length = _length(config)
+    """What `Training.step` does besides forward and backward, the last of which has begun to reduce its gradients."""
     num_targets = begin_to_count_targets([_batch(config)], mesh)()
-    buckets.start(1, length)
-    for chunk in reversed(chunks):
-        for use in reversed(chunk.uses(length)):
-            for name in use.names * use.contributions:
-                chunk.hooks.weight_grads.add_now(chunk.weights[name], lambda buffer: None)
     buckets.finish()
     names, vectors = loss_names(config.model.model_config), balance.vectors({})
     word = ControlWord(buckets.squared_norm(), {}, names, vectors, save=False, stop=False)

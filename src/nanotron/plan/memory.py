@@ -28,7 +28,8 @@ class RankMemory:
     master_weights: int
     moments: int
     activations: int
-    """What forward keeps for backward and backward for the weight gradients, with the temporaries of that moment."""
+    """What forward keeps for backward and backward for the weight gradients, with the temporaries of that moment: at
+    ZeRO stages 2 and 3 also blocks' whole gradients and weights."""
     buffers: int
     """Tensors received and not used yet, or sent and still leaving; the batch of token ids."""
 

@@ -18,7 +18,7 @@ from nanotron.pipeline.simulate import prove
 from nanotron.pipeline.timeline import Timeline, execute
 from nanotron.plan.counting import Traffic, Work
 from nanotron.plan.hardware import Cluster
-from nanotron.plan.measure import ChunkCounts, Measurements, StateCounts
+from nanotron.plan.measure import ChunkCounts, Measurements, StateCounts, leaves_each_microbatch
 from nanotron.plan.memory import RankMemory, rank_memory
 from nanotron.training.topology import mesh_axes, modules_of_stages, parameter_specs, pipeline_schedule
 
@@ -50,7 +50,8 @@ class Plan:
     axis_seconds: dict[str, float]
     """Time of the communication along each axis on its busiest rank, hidden or not."""
     exposed_seconds: float
-    """Communication after the last backward: gradients that are still under way, and the gather of the weights."""
+    """Communication after the last backward: gradients that are still under way, and the gather of the weights, or of
+    the first block's."""
     update_seconds: float
     model_flops: int
 
@@ -180,8 +181,10 @@ class Planner:
         )
 
     def _seconds(self, config: Config, work: Work, peak: float) -> float:
-        """Time of counted work, with its collectives: nothing of it overlaps."""
-        return self.cluster.compute_seconds(work, peak) + sum(self._traffic_seconds(config, work).values())
+        """Time of counted work with its collectives, of which only blocks' weights and gradients travel meanwhile."""
+        traffic = self._traffic_seconds(config, work)
+        meanwhile = sum(traffic.pop(axes, 0.0) for axes in _axes_of_shards(config))
+        return max(self.cluster.compute_seconds(work, peak) + sum(traffic.values()), meanwhile)
 
     def _traffic_seconds(self, config: Config, work: Work) -> dict[str, float]:
         """Time of the collectives in some work, by axis."""
@@ -217,6 +220,7 @@ class Planner:
             )
             hidden = min(reducing - last_bucket, end - start)
             left = end + sum(traffic.values()) - hidden - (timeline.start + duration)
+            left += sum(sum(self._traffic_seconds(config, chunk.first).values()) for chunk in held)
             exposed = max(exposed, left)
             busy = self._axis_seconds(config, held, traffic)
             axis_seconds = {axis: max(axis_seconds.get(axis, 0.0), busy[axis]) for axis in axis_seconds | busy}
@@ -271,6 +275,13 @@ def _sums_of_gradients(config: Config) -> set[str]:
     return {"+".join(spec.reduce_axes(mesh)) for spec in parameter_specs(config).values()}
 
 
+def _axes_of_shards(config: Config) -> set[str]:
+    """The axes over which whole blocks come and go in every microbatch, where nothing else travels over them."""
+    mesh = Mesh(mesh_axes(config))
+    shards = {"+".join(mesh.shards_and_copies(axes.split("+"))[0]) for axes in _sums_of_gradients(config)}
+    return (shards - {"", "cp", "ep"}) if leaves_each_microbatch(config) else set()
+
+
 def _traffic(
     config: Config, schedule: Schedule, pp_rank: int, chunks: Sequence[ChunkCounts], state: StateCounts
 ) -> Counter[Traffic]:
@@ -282,6 +293,7 @@ def _traffic(
             for key in work:
                 if isinstance(key, Traffic):
                     total[key] += microbatches * work[key]
+        total += Counter({key: count for key, count in chunk.first.items() if isinstance(key, Traffic)})
         stage = schedule.placement(pp_rank, index)
         for neighbour in (stage - 1, stage + 1):
             if neighbour in schedule.holders and schedule.holders[neighbour][0] != pp_rank:

@@ -11,7 +11,7 @@ from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanotron.config.rules import divisors
-from nanotron.plan.layouts import Change, changed, is_legal
+from nanotron.plan.layouts import Change, changed, is_legal, sharded_more
 from nanotron.plan.predict import Plan, Planner
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def search(
 ) -> Fastest:
     """The fastest layouts of a run over this many devices, with its global batch and sequence length.
 
-    ZeRO stage 0, which saves nothing and sends more, is tried on the winners only. `tell` is told again and again how
-    far the search is.
+    A layout that does not fit at ZeRO stage 1 is tried at the stages that shard more and send more. Stage 0, which
+    saves nothing and sends more, is tried on the winners only. `tell` is told again and again how far the search is.
     """
     candidates: list[Candidate] = []
     for change, other in legal_layouts(planner, config, num_devices):
@@ -56,18 +56,27 @@ def search(
     for candidate in sorted(candidates, key=lambda candidate: candidate.least_seconds):
         if len(best) == BEST and candidate.least_seconds >= best[-1][1].step_seconds:
             break
-        if planner.fits(candidate.config):
+        fitting = next((way for way in _ways(planner, candidate) if planner.fits(changed(config, way))), None)
+        if fitting is not None:
             num_planned += 1
-            best = _with(best, candidate.change, planner.plan(candidate.config))
+            best = _with(best, fitting, planner.plan(changed(config, fitting)))
             seconds = best[0][1].step_seconds
             tell(f"{num_planned} of at most {len(candidates)} layouts planned; best so far: {seconds:.3g} s a step")
     for change, _ in list(best):
-        without = {**change, "optimizer.zero_stage": 0}
+        without = {**change, "optimizer.zero_stage": 0, "parallelism.dp_shard": None}
         other = changed(config, without)
         if other.parallelism.dp > 1 and planner.fits(other):
             num_planned += 1
             best = _with(best, without, planner.plan(other))
     return Fastest(best, len(candidates), num_planned)
+
+
+def _ways(planner: Planner, candidate: Candidate) -> Iterator[Change]:
+    """The candidate at ZeRO stage 1, and sharded more."""
+    yield candidate.change
+    for more in sharded_more(candidate.config, planner.cluster.per_node):
+        if is_legal(changed(candidate.config, more)):
+            yield {**candidate.change, **more}
 
 
 def _with(best: list[tuple[Change, Plan]], change: Change, plan: Plan) -> list[tuple[Change, Plan]]:
@@ -103,6 +112,7 @@ def legal_layouts(planner: Planner, config: Config, num_devices: int) -> Iterato
                 "parallelism.tp_mode": "REDUCE_SCATTER" if tp > 1 else "ALL_REDUCE",
                 "parallelism.recompute_layer": recompute,
                 "optimizer.zero_stage": 1,
+                "parallelism.dp_shard": None,
                 "tokens.micro_batch_size": rows,
                 "tokens.batch_accumulation_per_replica": batch // (rows * dp),
             }

@@ -13,12 +13,13 @@ from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Traffic
 from nanotron.plan.fixes import Fix
 from nanotron.plan.layouts import written
+from nanotron.plan.measure import leaves_each_microbatch
 from nanotron.plan.predict import Plan, RankPlan, ranks_of
 from nanotron.plan.search import Fastest
 from nanotron.training.topology import mesh_axes, model_size, parameter_specs
 
 if TYPE_CHECKING:
-    from nanotron.config import ParallelismArgs
+    from nanotron.config import Config, ParallelismArgs
 
 SHOWN = 6  # pipeline ranks; of more, the ends and the worst
 
@@ -49,7 +50,7 @@ def search_text(found: Fastest) -> str:
     lines = [f"{found.num_legal} legal layouts, {found.num_planned} of them planned in full; the fastest that fit:", ""]
     sparse = any(plan.config.model.model_config.sparse_layers for _, plan in found.best)
     header = f"{'dp':>5}{'ep':>4}" if sparse else f"{'dp':>5}"
-    header += f"{'cp':>8}{'tp':>4}{'pp':>4}  {'schedule':<17}{'micro-batch':>11}{'zero':>5}{'recompute':>10}"
+    header += f"{'cp':>8}{'tp':>4}{'pp':>4}  {'schedule':<17}{'micro-batch':>11}{'zero':>8}{'recompute':>11}"
     lines.append(f"{header}{'GiB':>7}{'bubble':>8}{'tokens/s':>10}{'MFU':>7}")
     for _, plan in found.best:
         layout, tokens = plan.config.parallelism, plan.config.tokens
@@ -58,11 +59,14 @@ def search_text(found: Fastest) -> str:
         schedule = layout.pp_engine if layout.pp > 1 else "-"
         line = f"{layout.dp:>5}{layout.expert_parallel_size:>4}" if sparse else f"{layout.dp:>5}"
         line += f"{_cut(layout):>8}{layout.tp:>4}{layout.pp:>4}  {schedule:<17}{micro:>11}"
-        line += f"{plan.config.optimizer.zero_stage:>5}{recomputed:>10}"
+        zero = f"{plan.config.optimizer.zero_stage}{f' of {layout.dp_shard}' if layout.dp_shard else ''}"
+        line += f"{zero:>8}{recomputed:>11}"
         line += f"{plan.worst.memory.total / GIB:>7.1f}{plan.bubble:>8.1%}{human_format(plan.tokens_per_second):>10}"
         lines.append(f"{line}{plan.mfu:>7.1%}")
     if any(plan.config.parallelism.context_parallel_size > 1 for _, plan in found.best):
         lines += ["", "cp: g with cp_mode ALL_GATHER, a with ALL_TO_ALL"]
+    if any(plan.config.parallelism.dp_shard for _, plan in found.best):
+        lines += ["", "zero: 3 of 8 is stage 3 with dp_shard 8"]
     return "\n".join(lines)
 
 
@@ -83,7 +87,20 @@ def _heading(plan: Plan) -> list[str]:
         f"{layout}, zero stage {config.optimizer.zero_stage}{recompute}",
         f"{config.global_batch_size} samples of {tokens.sequence_length} tokens per step:"
         f" {tokens.batch_accumulation_per_replica} micro-batches of {tokens.micro_batch_size} on each replica",
+        *_sharing(config),
         *_experts(plan),
+    ]
+
+
+def _sharing(config: Config) -> list[str]:
+    """What ZeRO-2 and 3 send in every micro-batch, of which a pipeline needs many."""
+    if not leaves_each_microbatch(config):
+        return []
+    m, stage = config.tokens.batch_accumulation_per_replica, config.optimizer.zero_stage
+    weights = " and gathers its weights forward and backward" if stage == 3 else ""
+    whose = "a pipeline stage's" if config.parallelism.pp > 1 else "the model's"
+    return [
+        f"ZeRO {stage}: each of {m} micro-batches sends {whose} gradients{weights}; ZeRO 1 sends either once a step"
     ]
 
 
