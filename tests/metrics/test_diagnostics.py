@@ -65,7 +65,15 @@ def steps(rank: int, world: int, case: Case, keys: dict[str, Any], late: int | N
 def unhindered(clock: Callable[[], float]) -> Callable[[], float]:
     """A clock that stands still while this thread could run and no processor is free, where Linux says so."""
     waited = Path("/proc/thread-self/schedstat")  # "nanoseconds on a processor, nanoseconds waiting for one, times"
-    return (lambda: clock() - int(waited.read_text().split()[1]) * 1e-9) if waited.exists() else clock
+
+    def now() -> float:
+        before = after = waited.read_text().split()[1]
+        while True:
+            time, before, after = clock(), after, waited.read_text().split()[1]
+            if before == after:  # else this thread had to wait in between, before or after the time was taken
+                return time - int(after) * 1e-9
+
+    return now if waited.exists() else clock
 
 
 @pytest.fixture(scope="module")
