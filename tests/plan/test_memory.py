@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from nanotron.plan.hardware import find_cluster
 from nanotron.plan.measure import ChunkCounts, Measurements, measure_chunk
 from nanotron.plan.predict import Planner
 from nanotron.training.step import Training
-from nanotron.training.topology import has_owners, mesh_axes, tied_stages
+from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, tied_stages
 from tests.plan.configs import VOCABULARY, small
 from tests.pool import Pool
 
@@ -174,3 +175,34 @@ def allocations(profiler: profile) -> Iterator[tuple[int, int, int]]:
         if event.tag == _EventType.Allocation:
             fields = event.extra_fields
             yield event.start_time_ns, fields.ptr, fields.alloc_size
+
+
+@pytest.mark.parametrize(("dtype", "state", "block", "vector"), [("bfloat16", 18, 12, 6), ("float32", 16, 16, 8)])
+@pytest.mark.parametrize("shards", [2, 4])
+def test_stage_3_holds_its_share_of_all_and_two_blocks_of_what_is_whole(
+    dtype: str, state: int, block: int, vector: int, shards: int
+) -> None:
+    """Bytes for each parameter of a share, each of the largest block's, each of a vector's: docs/sharding.md."""
+    sizes: dict[str, Any] = {"dp": 4, "zero": 3, "dtype": dtype, "sequence": 8, "micro_batch": 1, "hidden": 256}
+    config = small(**sizes)
+    config = replace(config, parallelism=replace(config.parallelism, dp_shard=shards))
+    specs = parameter_specs(config).values()
+    vectors = sum(spec.numel for spec in specs if len(spec.shape) == 1)
+    total = sum(spec.numel for spec in specs)
+    layer = sum(spec.numel for spec in specs if spec.name.startswith("layers.0.") and len(spec.shape) > 1)
+    largest = max(layer, *(spec.numel for spec in specs if not spec.name.startswith("layers.")))
+    (memory,) = Planner(find_cluster("h100", 4)).memories(config)
+    held = memory.parameters + memory.gradients + memory.master_weights + memory.moments
+    assert held == pytest.approx(state * total / shards + vector * vectors, rel=0.01)
+    assert memory.total <= 1.05 * (state * total / shards + block * largest + vector * vectors)
+    assert memory.total > held + block / 4 * largest, "no more than one block is ever whole"
+
+
+def test_what_is_offloaded_is_no_memory_of_the_gpu() -> None:
+    config = small(dp=2, zero=3, dtype="bfloat16")
+    offloaded = replace(config, optimizer=replace(config.optimizer, offload=True))
+    for gpu, saves in (("h100", True), ("cpu", False)):
+        planner = Planner(find_cluster(gpu, 2))
+        (kept,), (elsewhere,) = planner.memories(config), planner.memories(offloaded)
+        state = kept.master_weights + kept.moments
+        assert kept.total - elsewhere.total == (state if saves else 0)

@@ -186,7 +186,10 @@ class Measurements:
             ),
         )
         if key not in self._states:
-            self._states[key] = measure_state(config, rank, held)
+            counts = measure_state(config, rank, held)
+            if config.optimizer.offload and self._kernels == "accelerator":  # in host memory
+                counts = replace(counts, master_weights=0, moments=0)
+            self._states[key] = counts
         return self._states[key]
 
 
