@@ -245,7 +245,7 @@ def test_no_mistake_hides_another(tmp_path: Path) -> None:
 def test_what_sharding_costs_or_does_not_save_gets_a_notice(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
 
-    def notices(dp: int, stage: int) -> list[str]:
+    def notices(dp: int | str, stage: int) -> list[str]:
         text = RIGHT.replace("dp: 2", f"dp: {dp}").replace("optimizer:\n", f"optimizer:\n  zero_stage: {stage}\n")
         file.write_text(text)
         return [line.split("optimizer.zero_stage: ")[1] for line in examine(file).notices if "zero_stage" in line]
@@ -257,3 +257,4 @@ def test_what_sharding_costs_or_does_not_save_gets_a_notice(tmp_path: Path) -> N
         f"3 with parallelism.pp=2: {gathered}, where optimizer.zero_stage=1 sends both once; `nanotron plan` prices it"
     ]
     assert "weights" not in notices(2, 2)[0]
+    assert notices("2\n  dp_shard: 1", 3) == ["3 shards nothing: none shares with another (parallelism.dp_shard=1)"]

@@ -9,6 +9,7 @@ from nanotron.config.data import NanosetDatasetsArgs
 from nanotron.config.model import Qwen2Config
 from nanotron.config.rules import (
     ACCUMULATION,
+    DP_SHARD,
     SCHEDULER,
     SEQUENCE,
     STAGE_SEQUENCES,
@@ -71,14 +72,17 @@ def _validation_takes_place(config: Config) -> Findings:
         )
 
 
-@caution(ZERO_STAGE, "parallelism.dp", "parallelism.context_parallel_size", "parallelism.pp", ACCUMULATION)
+@caution(ZERO_STAGE, "parallelism.dp", DP_SHARD, "parallelism.context_parallel_size", "parallelism.pp", ACCUMULATION)
 def _sharding_has_its_price(config: Config) -> Findings:
     layout, stage = config.parallelism, config.optimizer.zero_stage
     microbatches = config.tokens.batch_accumulation_per_replica
     if stage < 2:
         return
-    if layout.dp * layout.context_parallel_size == 1:
-        yield ZERO_STAGE, f"{stage} shards nothing: there is one replica (parallelism.dp=1)"
+    if layout.sharing_ranks == 1:
+        alone = (
+            "there is one replica (parallelism.dp=1)" if layout.dp == 1 else f"none shares with another ({DP_SHARD}=1)"
+        )
+        yield ZERO_STAGE, f"{stage} shards nothing: {alone}"
     elif layout.pp > 1 and microbatches > 1:
         also = " and weights are gathered twice" if stage == 3 else ""
         yield (

@@ -159,6 +159,11 @@ class ParallelismArgs:
         """How many replicas so many ranks hold."""
         return num_ranks // (self.context_parallel_size * self.tp * self.pp)
 
+    @property
+    def sharing_ranks(self) -> int:
+        """Ranks that share the shards of a matrix at zero_stage 2 and 3; of experts fewer do."""
+        return (self.dp_shard or self.dp) * self.context_parallel_size
+
     def __str__(self) -> str:
         """As a person reads it: `dp 4 · pp 1 (1f1b) · tp 2 (ALL_REDUCE) · cp 2 (ALL_GATHER) · ep 2`."""
         parts = [f"dp {self.dp}", f"pp {self.pp} ({self.pp_engine})", f"tp {self.tp} ({self.tp_mode})"]

@@ -239,8 +239,9 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
         reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
         mesh.create_groups(reductions, holders, timeout, rows=may_stream(config), owners=has_owners(config))
-    axes = ["dp", *(axis for axis in ("ep", "cp") if mesh.size(axis) > 1), "tp", "pp"]
-    layout = " ".join(f"{axis}={mesh.size(axis)}" for axis in axes)
+    sizes = mesh.layout()
+    axes = ["dp", *(axis for axis in ("dp_shard", "ep", "cp") if sizes.get(axis, 1) > 1), "tp", "pp"]
+    layout = " ".join(f"{axis}={sizes[axis]}" for axis in axes)
     between = f", {backend}" if place.world > 1 else ""
     logger.info("%s on %s%s, threads per rank: %d", layout, device, between, torch.get_num_threads())
     return device, mesh

@@ -188,8 +188,8 @@ class Buckets:
         axes = spec.reduce_axes(self._mesh)
         shards, _ = self._mesh.shards_and_copies(axes)
         matrix = len(spec.shape) > 1 and not spec.name.endswith(".bias")
-        matrix = matrix and not stages  # of a tied one, two stages have parts of the gradient
-        sharded = self._zero_stage >= 2 and matrix and len(self._mesh.ranks_along(*shards)) > 1
+        shared = len(self._mesh.ranks_along(*shards)) > 1 and not stages  # two stages have parts of a tied gradient
+        sharded = self._zero_stage >= 2 and matrix and shared
         return GroupKey(
             chunk=chunk,
             dtype=weight.dtype,

@@ -101,9 +101,8 @@ class Optimizer:
         found_inf = found_inf.float()
         step = Step(lr, *(number.to(self._home) for number in (grad_scale, found_inf, self.updates)))
         for name, rule in self._rules.items():
-            shards = [shard for shard in self._shards if shard.bucket.key.optimizer == name]
-            for alike in [[shard] for shard in shards] if self._elsewhere else [shards] if shards else []:
-                at_home = [shard.at(self._home) for shard in alike]
+            for shards in self._at_once(name):
+                at_home = [shard.at(self._home) for shard in shards]
                 rule.update(at_home, step)
                 for shard in at_home:
                     if self._ema_decay is not None:
@@ -112,6 +111,11 @@ class Optimizer:
                     if shard.master is not shard.bucket.weight_shard:
                         shard.bucket.weight_shard.copy_(shard.master)
         self.updates -= found_inf
+
+    def _at_once(self, rule: str) -> list[list[Shard]]:
+        """The shards that a rule updates in one call: all, or one by one where each may have to be copied for it."""
+        shards = [shard for shard in self._shards if shard.bucket.key.optimizer == rule]
+        return [[shard] for shard in shards] if self._elsewhere or not shards else [shards]
 
     def load_masters_from_weights(self) -> None:
         """Start the master weights from the weights, after initialisation or a weights-only load."""

@@ -252,8 +252,7 @@ def _measure(config: Config, held: StageModules, kernels: Kernels, defer: Sequen
 
 def leaves_each_microbatch(config: Config) -> bool:
     """Whether gradients, and at stage 3 weights, are whole by block only: then every microbatch sends them."""
-    layout = config.parallelism
-    return config.optimizer.zero_stage >= 2 and (layout.dp_shard or layout.dp) * layout.context_parallel_size > 1
+    return config.optimizer.zero_stage >= 2 and config.parallelism.sharing_ranks > 1
 
 
 def measure_shared_chunk(config: Config, held: StageModules, kernels: Kernels, alone: ChunkCounts) -> ChunkCounts:

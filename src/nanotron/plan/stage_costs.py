@@ -106,7 +106,7 @@ def _measure(config: Config, modules: StageModules) -> Cost:
     for weight in chunk.weights.values():
         torch.nn.init.normal_(weight, std=0.02)
         grads = torch.zeros_like(weight, dtype=grad_dtype(config, weight.dtype))
-        chunk.hooks.weight_grads.bind(weight, grads.detach)
+        chunk.hooks.weight_grads.bind(weight, grads.detach)  # called, it is the same memory
     model, size = config.model.model_config, (config.tokens.micro_batch_size, config.tokens.sequence_length)
     tokens = torch.randint(model.vocab_size, size, device=device)
     batch = Batch(tokens, tokens, torch.arange(size[1], device=device).expand(size))
