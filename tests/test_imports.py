@@ -79,7 +79,15 @@ TORCH_FREE = [
     "nanotron.cli",
 ]
 
-NEVER_AT_MODULE_LEVEL = {"transformers", "datasets", "wandb", "tensorboard", "torch.utils.tensorboard", "datatrove"}
+NEVER_AT_MODULE_LEVEL = {
+    "transformers",
+    "datasets",
+    "wandb",
+    "trackio",
+    "tensorboard",
+    "torch.utils.tensorboard",
+    "datatrove",
+}
 
 
 class Import(NamedTuple):

@@ -274,10 +274,12 @@ def _masks_find_documents(config: Config) -> Findings:
         yield dotted(problem.path), problem.text
 
 
-@_probe("logging.wandb")
-def _wandb_is_installed(config: Config) -> Findings:
-    if config.logging.wandb and find_spec("wandb") is None:
-        yield "logging.wandb", "true, but the package wandb is not installed; pip install wandb, or set it to false"
+@_probe("logging.wandb", "logging.trackio")
+def _trackers_are_installed(config: Config) -> Findings:
+    for name, asked in (("wandb", config.logging.wandb), ("trackio", config.logging.trackio)):
+        if asked and find_spec(name) is None:
+            fix = f"pip install {name}, or set it to false"
+            yield f"logging.{name}", f"true, but the package {name} is not installed; {fix}"
 
 
 @_file_probe("model.compile")

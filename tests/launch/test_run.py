@@ -85,7 +85,8 @@ def test_one_process_has_no_process_group_imports_little_and_its_losses_are_thos
     after = """
 import torch.distributed as dist
 assert not dist.is_initialized()
-heavy = ("transformers", "datasets", "tensorboard", "wandb", "pandas", "pyarrow", "torch._dynamo", "typer", "rich")
+trackers = ("tensorboard", "wandb", "trackio")
+heavy = (*trackers, "transformers", "datasets", "pandas", "pyarrow", "torch._dynamo", "typer", "rich")
 assert not [name for name in heavy if name in sys.modules]
 """
     (folder / "four").mkdir()

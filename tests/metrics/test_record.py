@@ -185,14 +185,14 @@ def test_tensorboard_holds_the_same_numbers_and_purges_on_resume(tmp_path: Path)
         assert series == [(row["step"], np.float32(row[key])) for row in rows(tmp_path)]
 
 
-def test_tensorboard_and_wandb_are_imported_only_when_asked_for(tmp_path: Path) -> None:
+def test_tensorboard_and_trackers_are_imported_only_when_asked_for(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from pathlib import Path
 import test_record
 test_record.record(Path({str(tmp_path)!r}), range(1, 3))
-print([name for name in ("tensorboard", "wandb") if name in sys.modules])
+print([name for name in ("tensorboard", "wandb", "trackio") if name in sys.modules])
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.splitlines()[-1] == "[]"
@@ -242,6 +242,65 @@ def test_weights_and_biases_gets_the_same_numbers_under_an_id_that_a_resumed_run
     ]
 
 
+def test_trackio_gets_the_same_numbers_under_a_name_that_a_resumed_run_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs: list[RecordedRun] = []
+
+    def init(**options: Any) -> RecordedRun:
+        runs.append(RecordedRun(**options))
+        return runs[-1]
+
+    def finish() -> None:
+        runs[-1].finished = True
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init, finish=finish))
+    record(tmp_path, range(1, 3), trackio=True)
+    record(tmp_path, range(3, 5), start_step=2, trackio=True)
+    told = [(step, row) for run in runs for step, row in run.rows]
+    assert told == [(row["step"], {key: row[key] for key in row if key != "step"}) for row in rows(tmp_path)]
+    assert runs[0].options["name"] == runs[1].options["name"]
+    assert runs[0].options["config"]["logging"]["trackio"] is True
+    assert [run.options["resume"] for run in runs] == ["allow", "allow"]
+    assert all(run.finished for run in runs)
+    record(tmp_path / "another", range(1, 3), trackio=True)
+    assert runs[2].options["name"] != runs[0].options["name"], "another run would be taken for a part of this one"
+
+
+def test_what_trackio_refuses_is_the_users_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**options: Any) -> None:
+        raise ValueError("Self-hosted logging requires a write token: add it.\nMore.")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    with pytest.raises(
+        ConfigError, match=r"logging\.trackio: true, but Trackio takes no run \(Self-hosted .*: add it\);"
+    ):
+        record(tmp_path, range(1, 2), trackio=True)
+
+
+def test_trackio_itself_keeps_the_rows_of_both_starts_in_one_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("trackio", reason="the package trackio is not installed")
+    code = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from pathlib import Path
+import test_record
+folder = Path({str(tmp_path)!r}) / "run"
+test_record.record(folder, range(1, 3), trackio=True)
+test_record.record(folder, range(3, 5), start_step=2, trackio=True)
+from trackio.sqlite_storage import SQLiteStorage
+(name,) = SQLiteStorage.get_runs(PROJECT)
+print([[row["step"], row["lm_loss"]] for row in SQLiteStorage.get_logs(PROJECT, name)])
+"""
+    code = code.replace("PROJECT", repr(config().general.project))
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    (kept,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("[["))
+    assert kept == [[row["step"], row["lm_loss"]] for row in rows(tmp_path / "run")]
+
+
 def test_who_is_not_logged_in_is_told_at_the_start_and_a_resumed_run_goes_on_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wandb: None
 ) -> None:
@@ -259,12 +318,16 @@ def test_who_is_not_logged_in_is_told_at_the_start_and_a_resumed_run_goes_on_all
 def test_a_config_that_asks_for_a_package_that_is_missing_is_the_users_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = config(wandb=True)
+    asked = config(wandb=True, trackio=True)
     asked.model.model_config.vocab_size = 4096
     asked.save_as_yaml(tmp_path / "run.yaml")
     monkeypatch.setattr("nanotron.check.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"logging\.wandb: true, but the package wandb is not installed"):
+    with pytest.raises(ConfigError) as caught:
         check(tmp_path / "run.yaml")
+    assert [line.partition(": ")[2] for line in caught.value.problems] == [
+        f"logging.{name}: true, but the package {name} is not installed; pip install {name}, or set it to false"
+        for name in ("wandb", "trackio")
+    ]
     monkeypatch.setattr("nanotron.check.find_spec", lambda name: "found")
     assert check(tmp_path / "run.yaml").logging.wandb
 

@@ -202,6 +202,7 @@ class LoggingArgs:
     iteration_step_info_interval: Int = key(1, "Steps from one printed line to the next.", gt=0)
     tensorboard: bool = key(False, "Write TensorBoard events to the run directory.")
     wandb: bool = key(False, "Send metrics to Weights & Biases, under general.project and general.run.")
+    trackio: bool = key(False, "Send metrics to Trackio, which keeps them on this machine, under the same names.")
 
 
 @section

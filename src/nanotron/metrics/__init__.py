@@ -1,1 +1,1 @@
-"""What a run tells while it runs: the step line, metrics.jsonl, TensorBoard, Weights & Biases, MFU and memory."""
+"""What a run tells while it runs: the step line, metrics.jsonl, TensorBoard and trackers, MFU and memory."""

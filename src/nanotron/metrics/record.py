@@ -24,7 +24,7 @@ from nanotron.metrics.columns import (
 from nanotron.metrics.devices import find_device
 from nanotron.metrics.experts import LOADS_FILE, ExpertUse, Told, worst_load
 from nanotron.metrics.memory import memory_gib
-from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, WeightsAndBiases, read_rows
+from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, Trackio, WeightsAndBiases, read_rows
 from nanotron.metrics.spikes import LossSpikes
 from nanotron.metrics.step_clock import TimeLeft
 from nanotron.models.families import flops_per_step
@@ -284,7 +284,10 @@ def _open_sinks(config: Config, run_dir: Path, start_step: int) -> list[Sink]:
     sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", start_step=start_step)]
     if config.logging.tensorboard:
         sinks.append(TensorBoard(run_dir / "tensorboard", start_step=start_step))
+    project, name = config.general.project, config.general.run
     if config.logging.wandb:
-        project, name, resumed = config.general.project, config.general.run, start_step > 0
+        resumed = start_step > 0
         sinks.append(WeightsAndBiases(run_dir, project=project, name=name, config=config.to_dict(), resumed=resumed))
+    if config.logging.trackio:
+        sinks.append(Trackio(run_dir, project=project, name=name, config=config.to_dict()))
     return sinks

@@ -1,10 +1,11 @@
-"""Where a step's numbers go besides the console: metrics.jsonl, TensorBoard, Weights & Biases.
+"""Where a step's numbers go besides the console: metrics.jsonl, TensorBoard, Weights & Biases, Trackio.
 
     <run_dir>/
       metrics.jsonl     one JSON object per step, exactly one per step ever
       expert_loads.jsonl   of sparse models: each expert's load in some steps, for heat maps
       tensorboard/      event files; the steps after a resumed one are purged
       wandb/            Weights & Biases' own files, and the id under which a resumed run goes on
+      trackio/          the name under which a resumed run goes on in Trackio, whose files lie elsewhere
 
 A sink writes a step once and never changes it. All of them live on rank 0.
 """
@@ -120,8 +121,8 @@ class WeightsAndBiases:
         self._folder, self._error = run_dir / "wandb", wandb.Error
         settings = wandb.Settings(init_timeout=ANSWER_S, finish_timeout=ANSWER_S, finish_timeout_raises=True)
         open_run = partial(
-            wandb.init, project=project, name=name, id=_kept_id(self._folder), dir=str(run_dir), resume="allow",
-            config=config, settings=settings,
+            wandb.init, project=project, name=name, id=_kept(self._folder / "run_id.txt", uuid.uuid4().hex[:12]),
+            dir=str(run_dir), resume="allow", config=config, settings=settings,
         )  # fmt: skip
         try:
             self._run = open_run()
@@ -156,18 +157,45 @@ class WeightsAndBiases:
             raise OSError(f"{_reason(error)}: {self._kept()}") from error
 
 
-Sink = JsonLines | TensorBoard | WeightsAndBiases
+class Trackio:
+    """A run in Trackio, which is open source, keeps runs on this machine and is used like Weights & Biases.
+
+    It knows runs by their names: this one's is kept in the run directory, so that a resumed run goes on in place.
+    Raises ConfigError where Trackio takes no run; a server that is gone later is Trackio's to bridge.
+    """
+
+    def __init__(self, run_dir: Path, *, project: str, name: str, config: dict[str, Any]) -> None:
+        import trackio
+
+        name = _kept(run_dir / "trackio" / "run_name.txt", f"{name}-{uuid.uuid4().hex[:6]}")
+        try:
+            self._run = trackio.init(project=project, name=name, config=config, resume="allow")
+        except Exception as error:  # it has no class of its own for what its environment asks for in vain
+            raise ConfigError(
+                f"logging.trackio: true, but Trackio takes no run ({_reason(error)}); mend or unset the TRACKIO_… "
+                "variables of the environment, or set it to false"
+            ) from error
+        self._finish = trackio.finish  # a run's own method leaves it open for the end of the process
+
+    def write(self, step: int, row: Row) -> None:
+        self._run.log({key: value for key, value in row.items() if key != "step"}, step=step)
+
+    def close(self) -> None:
+        self._finish()
+
+
+Sink = JsonLines | TensorBoard | WeightsAndBiases | Trackio
 
 
 def _reason(error: Exception) -> str:
     return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
-def _kept_id(folder: Path) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "run_id.txt"
+def _kept(file: Path, fresh: str) -> str:
+    """What identifies the run to a tracker: of its first start, also in every later one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+        file.write_text(fresh + "\n", encoding="utf-8")
     return file.read_text(encoding="utf-8").strip()
 
 
