@@ -210,15 +210,15 @@ def plan(
 
 @app.command()
 def report(
-    run: Annotated[Path, _path("Directory of the run (general.run_dir).")],
+    runs: Annotated[list[Path], _path("Directories of runs (general.run_dir); several are drawn over each other.")],
     output: Annotated[
-        Path | None, _path_option("File to write.", "--output", "-o", show_default="report.html in the run")
+        Path | None, _path_option("File to write.", "--output", "-o", show_default="report.html in the first run")
     ] = None,
 ) -> None:
-    """Write a run as one HTML page: loss, speed, memory, health, timeline, config and environment."""
+    """Write one run or several as one HTML page: loss, speed, memory, health, timeline, config and environment."""
     from nanotron.report.page import write_report
 
-    say(write_report(run, output))
+    say(write_report(runs, output))
 
 
 @app.command()

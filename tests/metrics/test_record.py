@@ -119,6 +119,19 @@ def test_a_resumed_metrics_file_is_byte_identical_to_the_uninterrupted_one(tmp_p
     assert whole == resumed
 
 
+def test_each_start_says_where_it_went_on_and_how_many_steps_it_took_back(tmp_path: Path) -> None:
+    def starts() -> list[tuple[int, int, str]]:
+        lines = map(json.loads, (tmp_path / "starts.jsonl").read_text().splitlines())
+        return [(line["step"], line["taken_back"], line["layout"]) for line in lines]
+
+    record(tmp_path, range(1, 6))
+    record(tmp_path, range(4, 8), start_step=3, mesh=Mesh({"pp": 2}))
+    record(tmp_path, range(8, 9), start_step=7)
+    assert starts() == [(1, 0, "one process"), (4, 2, "pp 2"), (8, 0, "one process")]
+    record(tmp_path, range(1, 2))
+    assert starts() == [(1, 8, "one process")], "a run from the beginning has no earlier start"
+
+
 def test_a_loss_that_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
     metrics = Metrics(config(), Mesh(), tmp_path, device=torch.device("cpu"))
     metrics.log(1, values(1, lm_loss=float("nan")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
@@ -22,7 +24,7 @@ from nanotron.pipeline.schedules import get_schedule
 from nanotron.pipeline.timeline import Timeline, execute
 from nanotron.pipeline.trace import to_chrome
 from nanotron.report.page import report, write_report
-from nanotron.report.run import read_run
+from nanotron.report.run import NEEDED, read_run
 from nanotron.report.series import series_of
 from tests.commands import nanotron
 
@@ -85,7 +87,36 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(run: Path) -> str:
-    return write_report(run).read_text(encoding="utf-8")
+    return write_report([run]).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def another(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of another project: twice as long, with no more than it needs, but started three times."""
+    folder = tmp_path_factory.mktemp("another")
+    needed = (*NEEDED, "step")
+    rows = [{key: row(step)[key] for key in needed} | {"unix_s": 1000.0 + step} for step in range(1, 401)]
+    for one in rows[300:]:
+        one["unix_s"] += 90
+    lines = "".join(json.dumps(one) + "\n" for one in rows)
+    (folder / "metrics.jsonl").write_text(lines + '{"step": 401, "lm_lo')
+    starts = ((1, 1000.5, "dp 2", 0), (311, 1310.0, "dp 2", 0), (301, 1390.0, "dp 4", 25))
+    named = (dict(zip(("step", "unix_s", "layout", "taken_back"), start, strict=True)) for start in starts)
+    (folder / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in named))
+    (folder / "config.yaml").write_text("general:\n  project: another\ntokens:\n  train_steps: 500\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(run: Path, another: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = write_report([run, another], tmp_path_factory.mktemp("two") / "page.html")
+    return path.read_text(encoding="utf-8")
+
+
+def drawn(page: str) -> dict[str, Any]:
+    """Title -> what the script draws."""
+    found = re.findall(r'<figure class="lines"><h3>(.*?)</h3>.*?<script type="application/json">(.*?)</script>', page)
+    return {title: json.loads(data) for title, data in found}
 
 
 class Elements(HTMLParser):
@@ -100,12 +131,72 @@ class Elements(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_the_page_loads_nothing_and_runs_nothing(page: str) -> None:
-    for tag, attributes in Elements(page).found:
-        assert tag not in {"script", "link", "img", "iframe", "object", "base"}
-        assert not {"src", "href", "onload"} & attributes.keys()
-    assert "url(" not in page
-    assert "@import" not in page
+def test_the_page_loads_nothing_and_runs_its_own_script_alone(page: str, two: str) -> None:
+    for one in (page, two):
+        elements = Elements(one).found
+        for tag, attributes in elements:
+            assert tag not in {"link", "img", "iframe", "object", "base"}
+            assert not {"src", "href", "onload"} & attributes.keys()
+        assert "url(" not in one
+        assert "@import" not in one
+        scripts = [attributes for tag, attributes in elements if tag == "script" and "type" not in attributes]
+        assert len(scripts) == 1
+        (policy,) = (attributes["content"] for _, attributes in elements if attributes.get("http-equiv"))
+        script = one.rpartition("<script>")[2].partition("</script>")[0]
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def test_a_name_ends_no_element(tmp_path: Path) -> None:
+    """Neither of the page nor of a figure's numbers."""
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
+        (folder / "config.yaml").write_text(f"general: {{project: '</script><b>{folder.name}'}}\n")
+    page = write_report([tmp_path / "one", tmp_path / "two"]).read_text(encoding="utf-8")
+    assert "b" not in {tag for tag, _ in Elements(page).found}
+    assert [line["name"] for line in drawn(page)["Loss"]["lines"]] == [
+        "</script><b>one: training loss",
+        "</script><b>two: training loss",
+    ]
+
+
+def test_runs_are_drawn_over_each_other_each_in_its_colour(two: str) -> None:
+    loss = drawn(two)["Loss"]["lines"]
+    assert [(line["name"], line["dash"]) for line in loss] == [
+        ("a <b>bold</b> project: training loss", ""),
+        ("a <b>bold</b> project: validation loss", "6 3"),
+        ("another: training loss", ""),
+    ]
+    assert loss[0]["colour"] == loss[1]["colour"] != loss[2]["colour"]
+    assert loss[0]["points"][149] == [150, 5.04043, 5.04043, 5.04043]
+    assert [line["points"][-1][0] for line in loss] == [200, 200, 400]
+    assert drawn(two)["Gradient norm, before clipping"]["lines"][0]["gaps"] == [170]
+    assert "another: grad" not in two, "a column that one of the runs lacks is drawn for the other alone"
+
+
+def test_runs_are_compared(two: str) -> None:
+    assert "<h1>a &lt;b&gt;bold&lt;/b&gt; project and another</h1>" in two
+    assert "<tr><td>steps</td><td>200 of 400</td><td>400 of 500</td></tr>" in two
+    assert "<tr><td>tokens.train_steps</td><td>400</td><td>500</td></tr>" in two
+    assert "<tr><td>device</td><td>a CPU</td><td>—</td></tr>" in two
+    assert "<h2>Experts of a &lt;b&gt;bold&lt;/b&gt; project</h2>" in two
+    assert "<h2>Experts of another</h2>" not in two
+
+
+def test_starts_are_marked_and_their_time_is_told(another: Path) -> None:
+    page = write_report([another]).read_text(encoding="utf-8")
+    assert drawn(page)["Loss"]["marks"] == [
+        [311, "started again from step 311"],
+        [301, "started again from step 301 on another layout: dp 4; before: dp 2, 25 taken back"],
+    ]
+    rows = [re.findall("<td>(.*?)</td>", line) for line in re.findall("<tr>(.*?)</tr>", page)]
+    starts = [cells for cells in rows if len(cells) == 9]
+    assert starts == [
+        ["1", "300", "dp 2", "0", "2m31s", "0s", "0s", "2m29s", "0s"],
+        ["311", "none is left", "dp 2", "0", "0s", "0s", "0s", "0s", "0s"],
+        ["301", "400", "dp 4", "25", "50s", "0s", "0s", "49s", "1m30s"],
+    ]
 
 
 def test_the_title_is_the_projects_name_which_stays_on_resume_and_names_are_text(page: str) -> None:
@@ -134,7 +225,7 @@ def test_the_page_tells(page: str, line: str) -> None:
 
 
 def test_charts_are_drawn_for_what_the_run_has_and_no_other(page: str) -> None:
-    titles = re.findall(r"<figure><h3>(.*?)</h3>", page)
+    titles = re.findall(r"<figure[^>]*><h3>(.*?)</h3>", page)
     assert titles == [
         "Loss",
         "Learning rate",
@@ -142,7 +233,6 @@ def test_charts_are_drawn_for_what_the_run_has_and_no_other(page: str) -> None:
         "Tokens per second",
         "Time of a step, ms",
         "Memory, GiB",
-        "Work of a step, ms",
         "Weight norm by layer",
         "Gradient norm by layer",
         "Update-to-weight ratio by layer",
@@ -175,19 +265,19 @@ def test_the_largest_model_s_heat_maps_stay_small(tmp_path: Path) -> None:
     )
     (tmp_path / "expert_loads.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
-    assert len(write_report(tmp_path).read_bytes()) < 2**20
+    assert len(write_report([tmp_path]).read_bytes()) < 2**20
 
 
 def test_the_plainest_run_has_a_report_too(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row(1)) + "\n")
-    page = write_report(tmp_path, tmp_path / "out" / "page.html").read_text(encoding="utf-8")
+    page = write_report([tmp_path], tmp_path / "out" / "page.html").read_text(encoding="utf-8")
     assert "no failure, no loss spike" in page
     assert "Timeline" not in page
 
 
-def test_a_folder_without_numbers_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_folder_without_numbers_is_the_users_mistake(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no metrics\.jsonl with a step in it"):
-        write_report(tmp_path)
+        write_report([run, tmp_path])
 
 
 GARBAGE = (b"", b"\xff\xfe", b"[", b"[1]", b"null", b"3", b"[" * 900, b"a: &a [*a]", b"a: b: c", b"\x00")
@@ -213,18 +303,18 @@ def test_no_damage_to_a_run_s_files_is_more_than_a_line(run: Path, tmp_path: Pat
     folder = shutil.copytree(run, tmp_path / "run")
     further = re.compile(r".*/layers\.[123]")  # layer 0 stands for all of them
     rows = [{key: value for key, value in row(step).items() if not further.match(key)} for step in (1, 20)]
-    metrics, experts = folder / "metrics.jsonl", folder / "expert_loads.jsonl"
+    metrics, experts, starts = (folder / f"{name}.jsonl" for name in ("metrics", "expert_loads", "starts"))
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     experts.write_text("".join(json.dumps(loads(step)) + "\n" for step in (10, 20)))
     others = [path for path in folder.rglob("*.json") if not path.name.endswith("5-rank-1.json")]
     documents: dict[Path, Any] = {path: json.loads(path.read_text()) for path in others}
     documents |= {folder / "config.yaml": yaml.safe_load((folder / "config.yaml").read_text()), metrics: rows[1]}
-    documents[experts] = loads(20)
+    documents |= {experts: loads(20), starts: {"step": 9, "unix_s": 1.5, "layout": "dp 2", "taken_back": 0}}
     refused = []
     for path, whole in documents.items():
-        content = path.read_bytes()
+        content = path.read_bytes() if path.exists() else b""
         first = (
-            json.dumps({metrics: rows[0], experts: loads(10)}[path]).encode() + b"\n"
+            json.dumps({metrics: rows[0], experts: loads(10)}.get(path, documents[path])).encode() + b"\n"
             if path.suffix == ".jsonl"
             else b""
         )
@@ -232,7 +322,7 @@ def test_no_damage_to_a_run_s_files_is_more_than_a_line(run: Path, tmp_path: Pat
         for damaged in [*GARBAGE, *(json.dumps(value).encode() for value in changed)]:
             path.write_bytes(first + damaged + (b"\n" if first else b""))
             try:
-                report(read_run(folder))
+                report([read_run(folder)])
             except ConfigError as error:
                 (line,) = error.problems
                 assert str(path) in line
@@ -293,16 +383,23 @@ def browse(page: Path, *options: str, cwd: Path) -> str:
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine (apt-get install chromium)")
 
 
-@needs_browser
-def test_a_browser_shows_every_chart_where_it_belongs(page: str, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(page.replace("</body>", LOOK + "</body>"), encoding="utf-8")
-    shown = browse(tmp_path / "page.html", "--dump-dom", cwd=tmp_path)
+def seen_in(page: str, look: str, folder: Path) -> Any:
+    """What a script that is put into the page, which would forbid it, sees there."""
+    body = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page).replace("</body>", look + "</body>")
+    (folder / "page.html").write_text(body, encoding="utf-8")
+    shown = browse(folder / "page.html", "--dump-dom", cwd=folder)
     attribute = next(attrs["data-seen"] for tag, attrs in Elements(shown).found if tag == "body")
     assert attribute is not None
-    seen = json.loads(attribute)
+    return json.loads(attribute)
+
+
+@needs_browser
+def test_a_browser_shows_every_chart_where_it_belongs(page: str, tmp_path: Path) -> None:
+    seen = seen_in(page, LOOK, tmp_path)
     assert seen["failed"] == [], "the page asked for something outside"
     assert seen["overflow"] <= 0, "the page is wider than the window"
-    assert len(seen["charts"]) == 16
+    assert len(seen["charts"]) == 15
+    assert sum(bool(chart["lines"]) for chart in seen["charts"]) == 12, "all but the heat maps"
     for chart in seen["charts"]:
         left, top, right, bottom = chart["box"]
         assert right - left > 400, chart["name"]
@@ -328,3 +425,60 @@ def test_a_screenshot_has_the_loss_in_its_colour_on_a_light_page(run: Path, page
     pixels = np.asarray(shot)[:900].astype(int)  # [height, width, 3]
     assert (pixels == 255).all(axis=-1).mean() > 1 / 3, "a light page"
     assert (abs(pixels - LOSS_BLUE).max(axis=-1) < 24).sum() > 500
+
+
+USE = """<script>
+const figure = document.querySelector("figure.lines"); // the loss
+const svg = figure.querySelector("svg"), told = () => figure.querySelector("output").textContent, seen = {};
+const lines = () => [...svg.querySelectorAll("polyline")].map(line => line.getAttribute("points"));
+const ticks = () => [...svg.querySelectorAll("text")].map(text => text.textContent);
+const press = key => svg.dispatchEvent(new KeyboardEvent("keydown", {key, cancelable: true, bubbles: true}));
+const change = (input, event) => input.dispatchEvent(new Event(event, {bubbles: true}));
+seen.end = told();
+const box = svg.getBoundingClientRect(), place = figure.x(150) / 560 * box.width + box.left;
+svg.dispatchEvent(new PointerEvent("pointermove", {clientX: place, clientY: box.top + 20}));
+seen.pointed = told();
+press("ArrowRight"), seen.right = told();
+press("Home"), seen.home = told();
+seen.plain = lines(), seen.ticks = ticks();
+const smoothing = document.forms.controls.smoothing;
+smoothing.value = 0.9, change(smoothing, "input");
+seen.smooth = lines(), seen.smoothing = document.forms.controls.told.value;
+press("End"), seen.smoothEnd = told();
+smoothing.value = 0, change(smoothing, "input");
+figure.log.click(), seen.log = ticks(), seen.logLines = lines();
+document.forms.controls.steps.click(), seen.logSteps = ticks();
+seen.starts = [...svg.querySelectorAll(".start title")].map(title => title.textContent);
+document.body.dataset.seen = JSON.stringify(seen);
+</script>"""
+
+
+@needs_browser
+def test_values_are_told_where_one_points_and_controls_change_the_lines(two: str, tmp_path: Path) -> None:
+    seen = seen_in(two, USE, tmp_path)
+    spike = "step 150 · a <b>bold</b> project: training loss 5.04043"
+    assert seen["end"].startswith("step 400 · ")
+    assert seen["pointed"].startswith(spike)
+    assert " · another: training loss " in seen["pointed"]
+    assert seen["right"].startswith("step 151 · ")
+    assert seen["home"].startswith("step 1 · ")
+    smooth = weight = 0.0
+    for step in range(1, 401):
+        smooth, weight = 0.9 * smooth + 0.1 * row(step)["lm_loss"], 0.9 * weight + 0.1
+    assert seen["smoothing"] == "0.9"
+    told = float(re.findall(r"another: training loss ([\d.]+)", seen["smoothEnd"])[0])
+    assert told == pytest.approx(smooth / weight, rel=1e-5)
+    assert len(seen["smooth"]) == len(seen["plain"]) == 3
+    assert seen["smooth"] != seen["plain"]
+    assert seen["ticks"][:4] == ["2", "4", "6", "8"]
+    assert seen["log"][:2] == ["1", "10"]
+    assert seen["logLines"] != seen["plain"]
+    assert {"1", "10", "100"} <= set(seen["logSteps"])
+    assert "another: started again from step 311" in seen["starts"]
+
+
+@needs_browser
+def test_the_page_s_policy_lets_its_script_run(two: str, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(two, encoding="utf-8")
+    shown = browse(tmp_path / "page.html", "--dump-dom", cwd=tmp_path)
+    assert sum(tag == "polyline" for tag, _ in Elements(shown).found) > 20

@@ -4,7 +4,7 @@
   config.yaml         the config with every default filled in
   environment.json    machine, versions, layout, threads
   tokenizer.json      the tokenizer of the data, and what else says how it is used
-  metrics.jsonl  expert_loads.jsonl  tensorboard/  traces/  failures/
+  metrics.jsonl  starts.jsonl  expert_loads.jsonl  tensorboard/  traces/  failures/
   .lock               who is at work here (and in the folder of the checkpoints, where that is another)
 """
 

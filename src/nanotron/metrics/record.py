@@ -26,6 +26,7 @@ from nanotron.metrics.experts import LOADS_FILE, ExpertUse, Told, worst_load
 from nanotron.metrics.memory import memory_gib
 from nanotron.metrics.sinks import JsonLines, Row, Sink, TensorBoard, Trackio, WeightsAndBiases, read_rows
 from nanotron.metrics.spikes import LossSpikes
+from nanotron.metrics.starts import note_start
 from nanotron.metrics.step_clock import TimeLeft
 from nanotron.models.families import flops_per_step
 from nanotron.parallel.mesh import Mesh
@@ -80,13 +81,16 @@ class Metrics:
         self._first_step = start_step + 1
         self._left, self._since_line = TimeLeft(), _Work()
         self._peak_flops = _peak_flops(device, str(config.model.dtype))
-        self._sinks = _open_sinks(config, run_dir, start_step) if mesh.rank == 0 else []
         self._failing: set[Sink] = set()
         self._spikes = LossSpikes()
         self._experts: ExpertUse | None = None
         self._hosts, self._slowest, self._slowest_since, self._goodput = hosts, -1, 0, Goodput()
         self._layout, self._layout_before = layout_text(mesh.layout()), ""
+        self._sinks: list[Sink] = []
         if mesh.rank == 0:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            note_start(run_dir, start_step, self._layout)
+            self._sinks = _open_sinks(config, run_dir, start_step)
             if config.model.model_config.sparse_layers:
                 self._experts = ExpertUse(config, run_dir, start_step)
             else:  # of an earlier run in this folder
@@ -280,7 +284,6 @@ def _peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def _open_sinks(config: Config, run_dir: Path, start_step: int) -> list[Sink]:
-    run_dir.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonLines(run_dir / "metrics.jsonl", start_step=start_step)]
     if config.logging.tensorboard:
         sinks.append(TensorBoard(run_dir / "tensorboard", start_step=start_step))

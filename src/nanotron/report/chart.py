@@ -1,53 +1,99 @@
-"""Line charts as inline SVG: one scale of steps, one of numbers, a line for each series; no script, no outside file.
-
-A line goes through means of stretches of steps; the pale band around it holds every number, so no spike is hidden.
-Red marks at the bottom are steps whose number was not finite. Hovering over a stretch tells its numbers.
-"""
+"""Figures of lines: their numbers as JSON, their names, and an empty picture that ``chart.js`` draws them into."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cache
 from html import escape
+from importlib.resources import files
+from typing import Any
 
-from nanotron.logging import human_format
-from nanotron.report.series import Series
+from nanotron.report.series import Point, Series
 
 WIDTH, HEIGHT = 560, 220
-LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26  # margins around the lines, pixels
-COLOURS = ("#2a6fb0", "#d9662b", "#3b8f57")
+COLOURS = ("#2a6fb0", "#d9662b", "#3b8f57", "#8e5bb5", "#b8860b", "#c2407a")
+DASHES = ("", "6 3", "2 3")  # of a run's first, second and third line in a chart
 MOST_NAMES = 12  # in a legend
-Scale = Callable[[float], float]
+Marks = Sequence[tuple[int, str]]
+"""(step, text) of what is marked in every chart."""
 
 
-def line_chart(series: Sequence[Series], *, logarithmic: bool = False) -> str:
-    """The series in one picture, the first in front; on a logarithmic scale only where they span a power of ten."""
-    low = min(point.low for line in series for point in line.points)
-    high = max(point.high for line in series for point in line.points)
-    steps = [point.step for line in series for point in line.points] + [n for line in series for n in line.not_finite]
-    logarithmic = logarithmic and 0 < 10 * low <= high
-    ticks = _powers(low, high) if logarithmic else _round_numbers(low, high)
-    low, high = min(low, ticks[0]), max(high, ticks[-1])
-    x = _scale(min(steps), max(steps), LEFT, WIDTH - RIGHT)
-    y = _scale(low, high, HEIGHT - BOTTOM, TOP, logarithmic=logarithmic)
-    body = [_grid(ticks, y), _step_axis(min(steps), max(steps), x)]
-    for line, colour in reversed(list(zip(series, _colours(len(series)), strict=True))):
-        body.append(_line(line, colour, x, y))
-    body += [_hover(series, x), *(_marks(line, x) for line in series)]
-    label = escape(", ".join(line.name for line in series))
+@cache
+def script() -> str:
+    """The page's only script."""
+    return files("nanotron.report").joinpath("chart.js").read_text(encoding="utf-8")
+
+
+def policy() -> str:
+    """What a browser may do with the page: run that script, use the page's own style, and load nothing at all."""
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def figure(title: str, runs: Sequence[Sequence[Series]], marks: Marks = (), *, logarithmic: bool = False) -> str:
+    """The lines of each run in one picture, the first in front; at first on a logarithmic scale where that is asked
+    for and they span a power of ten.
+    """
+    lines = _lines(runs)
+    points = [point for series in runs for line in series for point in line.points]
+    low, high = min(point.low for point in points), max(point.high for point in points)
+    data = {"logarithmic": logarithmic and 0 < 10 * low <= high, "lines": lines, "marks": list(marks)}
+    label = escape(f"{title}: {', '.join(line['name'] for line in lines)}")
     return (
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">' + "".join(body) + "</svg>"
+        f'<figure class="lines"><h3>{escape(title)}</h3><label class="log"><input type="checkbox"> log</label>'
+        f"{_legend(lines)}"
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" tabindex="0"></svg>'
+        f'<output></output><script type="application/json">{_json(data)}</script></figure>'
     )
 
 
-def legend(series: Sequence[Series]) -> str:
-    """The names of several lines, beside their colours."""
-    if len(series) < 2:
+def _lines(runs: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:
+    """One run's lines differ in colour; those of several have their run's colour, and differ in their dashes."""
+    if len(runs) == 1:
+        looks = [[(colour, "") for colour in _colours(len(runs[0]))]]
+    else:
+        colours = _colours(len(runs))
+        looks = [
+            [(colour, DASHES[index % len(DASHES)]) for index in range(len(series))]
+            for colour, series in zip(colours, runs, strict=True)
+        ]
+    return [
+        {
+            "name": line.name,
+            "colour": colour,
+            "dash": dash,
+            "points": [_numbers(point) for point in line.points],
+            "gaps": line.not_finite,
+        }
+        for series, styles in zip(runs, looks, strict=True)
+        for line, (colour, dash) in zip(series, styles, strict=True)
+    ]
+
+
+def _numbers(point: Point) -> list[float]:
+    """Six digits are what a reader is told."""
+    return [point.step, *(float(f"{value:.6g}") for value in (point.mean, point.low, point.high))]
+
+
+def _json(value: Any) -> str:
+    """As text that no name in it can end the element of."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _legend(lines: Sequence[dict[str, Any]]) -> str:
+    """The names of several lines, beside their colours; of many layers, some at equal distances."""
+    if len(lines) < 2:
         return ""
-    pairs = list(zip(series, _colours(len(series)), strict=True))
-    if len(pairs) > MOST_NAMES:  # of many layers, some at equal distances
-        pairs = [pairs[i * (len(pairs) - 1) // (MOST_NAMES - 1)] for i in range(MOST_NAMES)]
-    items = (f'<span><i style="background:{colour}"></i>{escape(line.name)}</span>' for line, colour in pairs)
+    if len(lines) > MOST_NAMES:
+        lines = [lines[i * (len(lines) - 1) // (MOST_NAMES - 1)] for i in range(MOST_NAMES)]
+    items = (
+        f'<span><i style="border-top:3px {"dashed" if line["dash"] else "solid"} {line["colour"]}"></i>'
+        f"{escape(line['name'])}</span>"
+        for line in lines
+    )
     return f'<p class="legend">{"".join(items)}</p>'
 
 
@@ -56,90 +102,3 @@ def _colours(count: int) -> list[str]:
     if count <= len(COLOURS):
         return list(COLOURS[:count])
     return [f"hsl({215 + 170 * i / (count - 1):.0f} 60% 50%)" for i in range(count)]
-
-
-def _line(line: Series, colour: str, x: Scale, y: Scale) -> str:
-    upper = [f"{x(point.step):.1f},{y(point.high):.1f}" for point in line.points]
-    lower = [f"{x(point.step):.1f},{y(point.low):.1f}" for point in reversed(line.points)]
-    middle = " ".join(f"{x(point.step):.1f},{y(point.mean):.1f}" for point in line.points)
-    dot = ""
-    if len(line.points) == 1:  # a line of one point shows nothing
-        dot = f'<circle cx="{x(line.points[0].step):.1f}" cy="{y(line.points[0].mean):.1f}" r="3" fill="{colour}"/>'
-    return (
-        f'<polygon points="{" ".join(upper + lower)}" fill="{colour}" opacity="0.18"/>'
-        f'<polyline points="{middle}" fill="none" stroke="{colour}" stroke-width="1.6"/>{dot}'
-    )
-
-
-def _grid(ticks: Sequence[float], y: Scale) -> str:
-    return "".join(
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-        f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_number(tick)}</text>'
-        for tick in ticks
-    )
-
-
-def _step_axis(first: int, last: int, x: Scale) -> str:
-    ticks = [tick for tick in _round_numbers(first, last) if first <= tick <= last and tick == int(tick)] or [first]
-    return "".join(
-        f'<text x="{x(tick):.1f}" y="{HEIGHT - 8}" text-anchor="middle">{_number(tick)}</text>' for tick in ticks
-    )
-
-
-def _marks(line: Series, x: Scale) -> str:
-    return "".join(
-        f'<rect class="none" x="{x(step) - 1:.1f}" y="{HEIGHT - BOTTOM - 8}" width="2" height="8">'
-        f"<title>step {step}: {escape(line.name)} is not finite</title></rect>"
-        for step in line.not_finite
-    )
-
-
-def _hover(series: Sequence[Series], x: Scale) -> str:
-    """Invisible columns that tell the first series' numbers, and those of a few others at the same place."""
-    points = series[0].points
-    edges = [x(point.step) for point in points]
-    columns = []
-    for index, point in enumerate(points):
-        lo = (edges[index - 1] + edges[index]) / 2 if index else LEFT
-        hi = (edges[index] + edges[index + 1]) / 2 if index + 1 < len(edges) else WIDTH - RIGHT
-        told = [f"step {point.step}"]
-        for line in series[: len(COLOURS)]:
-            nearest = min(line.points, key=lambda other: abs(other.step - point.step))
-            told.append(f"{line.name} {nearest.mean:.6g}")
-        columns.append(
-            f'<rect class="hover" x="{lo:.1f}" y="{TOP}" width="{max(hi - lo, 0.1):.1f}" '
-            f'height="{HEIGHT - TOP - BOTTOM}"><title>{escape(chr(10).join(told))}</title></rect>'
-        )
-    return "".join(columns)
-
-
-def _scale(low: float, high: float, start: float, end: float, *, logarithmic: bool = False) -> Scale:
-    """Numbers to pixels; a range of one number lies in the middle."""
-    if logarithmic:
-        inner = _scale(math.log(low), math.log(high), start, end)
-        return lambda value: inner(math.log(value))
-    if high == low:
-        return lambda value: (start + end) / 2
-    return lambda value: start + (value - low) / (high - low) * (end - start)
-
-
-def _round_numbers(low: float, high: float) -> list[float]:
-    """Three to seven multiples of 1, 2 or 5 · 10ⁿ that reach over the range."""
-    if high == low:
-        return [low]
-    raw = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [index * step for index in range(first, last + 1)]
-
-
-def _powers(low: float, high: float) -> list[float]:
-    """Powers of ten that reach over the range."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    stride = max(1, (last - first) // 6)
-    return [10.0**power for power in range(first, last + stride, stride)]
-
-
-def _number(value: float) -> str:
-    return human_format(value) if value == 0 or abs(value) >= 1e-3 else f"{value:.0e}".replace("e-0", "e-")

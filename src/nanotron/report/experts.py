@@ -16,9 +16,10 @@ from nanotron.errors import ConfigError
 from nanotron.metrics.columns import EXPERT_LOAD, ROUTER_ENTROPY
 from nanotron.metrics.experts import LOADS_FILE
 from nanotron.metrics.sinks import read_rows
-from nanotron.report.chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from nanotron.report.chart import HEIGHT, WIDTH
 from nanotron.report.series import Series, series_of
 
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 10, 26  # margins around a map, pixels
 LAST = 10  # records that are the end of a run
 MOST_STEPS = 80  # columns of a map over steps
 MOST_LAYERS = 4  # that have one
@@ -120,7 +121,9 @@ def heat_maps(records: Sequence[Loads]) -> Iterator[tuple[str, str]]:
 
 def heat_legend() -> str:
     """What the colours mean."""
-    items = (f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for _, colour, name in LEVELS)
+    items = (
+        f'<span><i style="height:10px;background:{colour}"></i>{escape(name)}</span>' for _, colour, name in LEVELS
+    )
     return f'<p class="legend">{"".join(items)}</p>'
 
 

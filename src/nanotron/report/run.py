@@ -16,10 +16,11 @@ from nanotron.launch.failures import Failure, failure_in
 from nanotron.metrics.columns import LAYOUT, SLOWEST_HOST
 from nanotron.metrics.sinks import read_rows
 from nanotron.metrics.spikes import LossSpikes, Spike
+from nanotron.metrics.starts import STARTS_FILE
 from nanotron.pipeline.timeline import Timeline
 from nanotron.pipeline.trace import MissingTrace, read_trace
 from nanotron.report.experts import Loads, read_loads
-from nanotron.untrusted import Count, checked, parse_json, parse_yaml
+from nanotron.untrusted import Count, Number, checked, parse_json, parse_yaml
 
 T = TypeVar("T")
 
@@ -46,7 +47,16 @@ class Environment(TypedDict, total=False):
     layout: dict[str, Count]
 
 
-CONFIG, ENVIRONMENT = TypeAdapter(SavedConfig), TypeAdapter(Environment)
+class Start(TypedDict):
+    """A line of starts.jsonl."""
+
+    step: Count
+    unix_s: Number
+    layout: str
+    taken_back: Count
+
+
+CONFIG, ENVIRONMENT, START = TypeAdapter(SavedConfig), TypeAdapter(Environment), TypeAdapter(Start)
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,13 @@ class RunFiles:
     """The last traced step and when each of its pipeline actions ran."""
     expert_loads: list[Loads]
     """Of a sparse model's run."""
+    starts: list[dict[str, Any]]
+    """The lines of starts.jsonl, which earlier versions did not write."""
+
+    @property
+    def name(self) -> str:
+        """The project's, which stays when a run is resumed, or the folder's."""
+        return str(self.config.get("general", {}).get("project") or self.folder.resolve().name)
 
     def spikes(self) -> list[Spike]:
         """The loss spikes that the run was warned of."""
@@ -88,6 +105,7 @@ def read_run(folder: Path) -> RunFiles:
         failures=[failure for path in records if (failure := _read(path, failure_in))],
         timeline=_timeline(folder / "traces"),
         expert_loads=read_loads(folder),
+        starts=_starts(folder / STARTS_FILE),
     )
 
 
@@ -117,6 +135,16 @@ def _check_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
                 raise ConfigError(
                     f"{path}: step {row['step']}: {key} is {value!r}, where a number belongs; mend or remove the line"
                 )
+
+
+def _starts(path: Path) -> list[dict[str, Any]]:
+    rows = read_rows(path)
+    for row in rows:
+        try:
+            checked(START, row)
+        except ValueError as error:
+            raise ConfigError(f"{path}: step {row['step']}: {error}; mend or remove the line") from error
+    return rows
 
 
 def _timeline(traces: Path) -> tuple[int, Timeline] | None:
