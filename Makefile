@@ -6,11 +6,13 @@
 # make bench   ours and the peers in turn, as tables: docs/benchmarks.md (BENCH="one dp2 --rounds 5" chooses)
 # make slurm   a Slurm cluster of two nodes on this machine (as root, on Debian): submit, preempt, requeue, resume
 # make setup   only .venv           make lock    pin new versions (needs uv)
+# make docs  the pages of docs/ as a site in site/, every link and every piece of code in it found
 # make reference   docs/config.md, the compatibility table and the schema, written anew from the config's declarations
 
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+DOCS := .venv/.docs
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -qq # errors only: what indexes lack is no news
 CONFIG := examples/config_tiny_llama.yaml
 RUN := runs/tiny_llama
@@ -18,8 +20,9 @@ PROMPT := import os
 BENCH :=
 TORTURE := --seconds 3600
 WORKERS := 2
+TESTS :=
 
-.PHONY: train test slowest lint parity torture nightly slurm bench setup lock reference
+.PHONY: train test slowest lint docs parity torture nightly nightly-tests slurm bench setup lock reference
 .DEFAULT_GOAL := train
 
 setup: $(STAMP)
@@ -39,7 +42,7 @@ train: setup
 	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-k 50
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
 
 slowest: setup
 	$(BIN)/python -m pytest --durations=20
@@ -49,15 +52,23 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(DOCS): requirements-docs.lock $(STAMP)
+	@$(PIP) -r requirements-docs.lock
+	@touch $(DOCS)
+
 parity: setup
 	$(BIN)/python -m tests.parity
 
 torture: setup
 	$(BIN)/python -m tests.torture $(TORTURE)
 
-nightly: setup
+nightly: nightly-tests parity torture
+
+nightly-tests: setup
 	$(BIN)/python -m pytest -m "" --hypothesis-profile=nightly
-	$(MAKE) parity torture
 
 slurm: setup
 	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge
@@ -74,3 +85,8 @@ lock:
 	  --no-emit-find-links pyproject.toml | grep -vE '^(nvidia|cuda|triton)\b' > requirements.new
 	(grep '^#' requirements.lock; cat requirements.new) > requirements.lock.new
 	rm requirements.new && mv requirements.lock.new requirements.lock
+	uv pip compile -q --universal --python-version 3.10 --extra docs --no-header --no-annotate --no-emit-index-url \
+	  --no-emit-find-links -c requirements.lock pyproject.toml | grep -vxFf requirements.lock \
+	  | grep -vE '^(nvidia|cuda|triton)\b' > requirements.new
+	(grep '^#' requirements-docs.lock; cat requirements.new) > requirements-docs.lock.new
+	rm requirements.new && mv requirements-docs.lock.new requirements-docs.lock

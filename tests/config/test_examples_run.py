@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,22 @@ def test_a_small_example_trains(file: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2]
     assert (run_dir / "2" / "index.json").exists()
     assert check(run_dir / "config.yaml", nproc=1) == check(run_dir / "2" / "config.yaml", nproc=1)
+
+
+PLANNED = [
+    pytest.param(file, marks=() if file.stem == "config_135m" else pytest.mark.nightly, id=file.name)
+    for file in sorted((ROOT / "examples").glob("*.yaml"))
+    if "# `nanotron plan`" in file.read_text()
+]
+
+
+def test_sizes_that_people_train_are_there_and_planned() -> None:
+    assert [file.id for file in PLANNED] == ["config_135m.yaml", "config_1b.yaml", "config_8b.yaml", "config_moe.yaml"]
+
+
+@pytest.mark.parametrize("file", PLANNED)
+def test_an_example_says_what_its_plan_says(file: Path) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "write_reference.py"))
+    (said,) = tool["PLANNED"].findall(file.read_text())
+    assert said == tool["planned"](file), "`make reference` writes it anew"
+    assert "It fits" in said

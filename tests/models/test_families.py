@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +11,6 @@ from pathlib import Path
 from nanotron.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
-TABLE = "FAMILIES: dict[str, Family] = {\n"
 
 TRAINED = """
 from nanotron.models.specs import StageModules
@@ -22,14 +21,14 @@ from tests.parity.run import config_of
 from tests.pool import Pool
 
 if __name__ == "__main__":
-    config = config_of(Case(family="toy", layers=7))
+    config = config_of(Case(family="plain_mlp", layers=7))
     whole, measured = StageModules.whole(config.model.model_config), Measurements("cpu")
     assert measured.chunk(config, whole) == measure_chunk(config, whole, "cpu")
     assert measured.state(config, 0, [whole]).total == measured.state(config, 0, [whole], every_layer=True).total
 
     pool, references = Pool(), {}
     options = {"tp_mode": "REDUCE_SCATTER", "schedule": "zb_h1", "zero_stage": 1, "dtype": "float64"}
-    case = Case(dp=2, tp=2, pp=2, family="toy", layers=5, steps=FIRST_STEPS, **options)
+    case = Case(dp=2, tp=2, pp=2, family="plain_mlp", layers=5, steps=FIRST_STEPS, **options)
     problems = compare(pool, references, case)
     pool.close()
     assert not problems, problems
@@ -38,16 +37,7 @@ if __name__ == "__main__":
 
 def test_a_family_in_one_file_trains_on_every_axis_as_on_one_device(tmp_path: Path) -> None:
     """With layers of two kinds: parameters, pipeline split, FLOPs and the planner's lines go by them."""
-    package = tmp_path / "nanotron"
-    shutil.copytree(ROOT / "src" / "nanotron", package, ignore=shutil.ignore_patterns("*.pyc.*"))
-    shutil.copy(ROOT / "tests" / "models" / "toy_family.py", package / "models" / "toy.py")
-    table = package / "models" / "families.py"
-    text = table.read_text()
-    assert TABLE in text
-    text = text.replace(TABLE, f'{TABLE}    "toy": toy.FAMILY,\n')
-    table.write_text(
-        text.replace("from nanotron.models.family", "from nanotron.models import toy\nfrom nanotron.models.family")
-    )
+    runpy.run_path(str(ROOT / "examples" / "extend" / "run.py"))["add_family"](tmp_path)
     (tmp_path / "trained.py").write_text(TRAINED)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     done = subprocess.run(
@@ -55,4 +45,4 @@ def test_a_family_in_one_file_trains_on_every_axis_as_on_one_device(tmp_path: Pa
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("ok ") == 1, done.stdout
-    assert "toy" not in FAMILIES
+    assert "plain_mlp" not in FAMILIES

@@ -1,6 +1,6 @@
 """A family in one file: Llama whose every second layer has a plain MLP, down(relu(up(x))), instead of a gated one.
 
-tests/models/test_families.py puts it into a copy of the package, with its line in the table, and trains it there.
+Its place is src/nanotron/models/plain_mlp.py, with a line in the table of models/families.py; run.py does so in a copy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 @section
-class ToyConfig(ModelConfig):
+class PlainMLPConfig(ModelConfig):
     """Llama with plain MLPs in between."""
 
-    is_toy_config: Literal[True] = key(True, "Marks the family.", marker=True)
+    is_plain_mlp_config: Literal[True] = key(True, "Marks the family.", marker=True)
 
 
 def layer_kinds(config: ModelConfig) -> list[str]:
@@ -68,10 +68,10 @@ def chunk() -> type[DecoderChunk]:
             (y,) = linear(torch.relu(up), [self.down], self.tp, exit=self.tp.exit)
             return y
 
-    class ToyChunk(DecoderChunk):
+    class PlainMLPChunk(DecoderChunk):
         mlps = {"dense": MLP, "plain": PlainMLP}  # noqa: RUF012
 
-    return ToyChunk
+    return PlainMLPChunk
 
 
-FAMILY = Family(ToyConfig, specs=specs, layer_kinds=layer_kinds, layer_flops=layer_flops, chunk=chunk)
+FAMILY = Family(PlainMLPConfig, specs=specs, layer_kinds=layer_kinds, layer_flops=layer_flops, chunk=chunk)
