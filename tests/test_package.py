@@ -1,4 +1,4 @@
-"""What others get and meet: a wheel with all that the code needs, workflows that call targets there are, a changelog."""
+"""What others get: a wheel with all that the code needs, workflows that call targets there are, a changelog."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 PACKAGE = HERE.parents[1] / "src" / "nanotron"
 TABLE = "FAMILIES: dict[str, Family] = {\n"
 NEXT_IMPORT = "from nanotron.models.specs"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +70,35 @@ def test_an_example_says_what_its_plan_says(file: Path) -> None:
     (said,) = tool["PLANNED"].findall(file.read_text())
     assert said == tool["planned"](file), "`make reference` writes it anew"
     assert "It fits" in said
+
+
+def run(folder: Path, *command: object) -> str:
+    """Run a script in a folder with the prepared corpus; what it printed."""
+    (ROOT / "data").mkdir(exist_ok=True)
+    os.symlink(ROOT / "data" / "stdlib-bpe4096", folder / "data" / "stdlib-bpe4096")
+    done = subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.nightly
+def test_the_walkthrough_goes_through_all_its_parts(tmp_path: Path) -> None:
+    """With few steps each, so what it says of the model is little."""
+    (tmp_path / "data").mkdir()
+    script = ROOT / "examples" / "walkthrough" / "run.sh"
+    said = run(tmp_path, "bash", script, "--override", "tokens.train_steps=2")
+    assert said.count("iteration: 2 / 2") == 3
+    assert "continue: 0 of 100 sums are right" in said
+    assert "sft: " in said
+    exported = tmp_path / "runs" / "walkthrough" / "exported"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in exported.iterdir()}
+
+
+@pytest.mark.nightly
+def test_a_family_a_schedule_and_a_data_source_of_others_train(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    said = run(tmp_path, sys.executable, "examples/extend/run.py", "--override", "tokens.train_steps=12")
+    losses = [float(line.split("lm_loss: ")[1].split()[0]) for line in said.splitlines() if "lm_loss: " in line]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1.0
