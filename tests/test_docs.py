@@ -1,4 +1,4 @@
-"""What the pages say can be done: their links lead somewhere, their commands parse, their code compiles and is ours.
+"""What the pages say can be done: links lead somewhere, commands parse, Python runs, and code that is named is there.
 
 YAML of pages is taken by the config's loader in tests/config/test_schema.py. Nothing here needs mkdocs or a network.
 """
