@@ -26,7 +26,9 @@ from nanotron.convert.importing import import_weights
 from nanotron.data.tokenize.prepare import prepare_data
 from nanotron.data.tokenize.tokenizer import END_OF_TEXT, save_tokenizer, train_bpe
 from nanotron.errors import ConfigError
+from nanotron.generate.decode import Decoder
 from nanotron.generate.model import load_model
+from nanotron.generate.sampling import Sampling
 from nanotron.launch import codes
 from nanotron.parallel.mesh import Mesh
 from nanotron.training import trainer
@@ -42,6 +44,7 @@ from tests.checkpoint.runs import (
     values_of,
 )
 from tests.convert.models import save_hugging_face
+from tests.generate.tiny import made, training_logits
 
 
 def stage(dataset: dict[str, Any] | None) -> dict[str, Any]:
@@ -212,6 +215,24 @@ def test_an_average_begins_with_the_weights_and_is_generated_from_and_exported(
     ):
         with pytest.raises(ConfigError, match=f"--ema: {saved}/8 has no average of its weights"):
             refused()
+
+
+def test_a_model_trained_under_mup_is_exported_and_generated_from_as_any_other(pool, tmp_path: Path) -> None:
+    """Its scores are smaller by what is in the queries' weights: there is no multiplier that an export could lose."""
+    from transformers import AutoModelForCausalLM
+
+    mup = {"model__init_method": {"use_mup": True, "mup_base_width": 8}}
+    assert pool.run(4, run, values_of(tmp_path / "run", (2, 2, 1), **mup)) == [codes.DONE] * 4
+    export_hf(str(tmp_path / "run"), str(tmp_path / "hf"))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    ours = load_model(str(tmp_path / "run"), get_config_from_dict(values_of("x", **mup)), Mesh(), torch.device("cpu"))
+    tokens = torch.randint(0, 67, (1, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens).logits[0]
+    torch.testing.assert_close(training_logits(ours, tokens[0].tolist()), expected, rtol=1e-5, atol=1e-5)
+    said = theirs.generate(tokens, max_new_tokens=8, do_sample=False, eos_token_id=[], pad_token_id=0)[:, 16:]
+    decoder = Decoder(ours, Mesh(), torch.device("cpu"), ends=())
+    assert made(decoder, tokens.tolist(), 8, Sampling()) == said.tolist()
 
 
 def names_of(kind: str, tensors: dict[str, Any]) -> list[str]:

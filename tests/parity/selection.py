@@ -88,6 +88,7 @@ cp2 tp2 layers2 muon
 dp2 tp2 pp2 ep2 layers2 zero1 muon shared float64
 dp2 tp2 pp2 layers2 zero3 groups
 dp2 layers2 groups zero1 float64
+dp4 dp_shard2 rows1 layers2 muon zero3 float64
 dp4 dp_shard2 rows1 zero3 documents
 cp2 tp2 zero3 recompute loss_chunk7 qwen2 layers2 tied window z_loss plain float64
 dp2 zero2 loss_chunk7 olmoe z_loss float64
@@ -127,7 +128,7 @@ MANY = {  # what is tried with more ranks than two of an axis; with everything e
     "tp": {"tp_mode", "again", "overlap", "cp", "tied", "loss_chunk", "family", "experts", "dtype"},
     "pp": {"schedule", "split", "few", "tied", "dtype"},
 }
-UPDATED = {"dp", "cp", "tp", "pp", "ep", "zero_stage", "dtype"}
+UPDATED = {"dp", "cp", "tp", "pp", "ep", "zero_stage", "copies", "dtype"}
 """What is tried with each optimizer; with everything else, any is as good as any other."""
 GRADIENTS = {"dp", "cp", "tp", "pp", "ep", "schedule", "tied", "copies", "dtype"}
 """What is tried with ZeRO-2, which does with gradients what ZeRO-3 does, and nothing with weights."""

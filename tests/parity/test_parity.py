@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nanotron.pipeline.transport import Parcel
+from tests.models.tiny import gradient_errors
 from tests.parity.cases import FIRST_STEPS, STEPS, Case, every_case
 from tests.parity.compare import difference
 from tests.parity.faults import train_with_fault
@@ -80,6 +81,17 @@ def test_weight_gradients_of_experts_may_come_at_any_time(
     """
     case = Case(dp=2, pp=3, layers=6, experts=8, schedule="zbv", rows=1, dtype="float64", steps=2, **options)
     assert not difference(record(pool, case, train_hastily), references.of(case)).problems(case)
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_muon_moves_weights_as_one_device_where_copies_of_the_shards_are(
+    pool: Pool, references: References, zero_stage: int
+) -> None:
+    case = Case(dp=4, dp_shard=2, rows=1, layers=2, optimizer="muon", zero_stage=zero_stage, dtype="float64", steps=3)
+    found, expected = record(pool, case), references.of(case)
+    assert not difference(found, expected).problems(case)
+    errors = gradient_errors(found.weights, expected.weights)
+    assert max(errors.values()) < 1e-9, errors
 
 
 def test_one_large_microbatch_equals_many_small_ones(pool: Pool, references: References) -> None:
