@@ -2,15 +2,18 @@
 
     python -m bench.mup coordinates [--widths 64,256,1024]     after ten steps: how far each layer's output has come
     python -m bench.mup sweep [--widths 64,128,256,512]        the loss at each learning rate, as a table
+    python -m bench.mup picture                                docs/mup.svg, from the tables in docs/optimizers.md
 
-Both with µP and without. One process, whose numbers do not depend on what else the machine does; docs/optimizers.md has
-what they gave.
+The first two with µP and without. One process, whose numbers do not depend on what else the machine does;
+docs/optimizers.md has what they gave.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from math import ceil, floor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +26,10 @@ from nanotron.data.tokenize.prepare import prepare_data
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
 
-RATES = tuple(2.0**-power for power in (9, 8, 7, 6, 5))
+RATES = tuple(2.0**-power for power in range(11, 4, -1))
 HEAD_DIM = 16
+DOCS = Path(__file__).parents[1] / "docs"
+COLOURS = ("#2a6fb0", "#3b8f57", "#d9a02b", "#c2452d")
 STEPS, LAST = 40, 10  # of a run of the sweep, and of those the steps whose mean loss counts
 
 
@@ -122,6 +127,45 @@ def show_sweep(widths: Sequence[int]) -> None:
             print(f"| {width} | " + " | ".join(cells) + " |", flush=True)
 
 
+def sweeps(page: str) -> dict[str, dict[int, list[float]]]:
+    """The tables of a page: with µP and without, the losses of each width at RATES."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for line in page.splitlines():
+        name, *cells = (cell.strip(" *") for cell in line.strip("|").split("|"))
+        if name.endswith(", width"):
+            found[name.removesuffix(", width")] = table = dict[int, list[float]]()
+        elif found and name.isdigit() and len(cells) == len(RATES):
+            table[int(name)] = [float(cell) for cell in cells]
+    return found
+
+
+def drawing(found: Mapping[str, Mapping[int, Sequence[float]]]) -> str:
+    """Loss over learning rate as SVG: a panel for each table, a line for each width, its lowest point marked."""
+    losses = [loss for table in found.values() for line in table.values() for loss in line]
+    low, high = floor(2 * min(losses)) / 2, ceil(2 * max(losses)) / 2
+
+    def y(loss: float) -> str:
+        return f"{250 - 210 * (loss - low) / (high - low):.1f}"
+
+    body = []
+    for panel, (name, table) in enumerate(found.items()):
+        xs = [50 + 470 * panel + 70 * column for column in range(len(RATES))]
+        body.append(f'<text class="title" x="{xs[0]}" y="20">{"with" if name == "µP" else name} µP</text>')
+        for tick in (low, (low + high) / 2, high):
+            body.append(f'<path class="grid" d="M{xs[0]} {y(tick)}H{xs[-1]}"/>')
+            body.append(f'<text x="{xs[0] - 34}" y="{y(tick)}">{tick:g}</text>')
+        body += [f'<text x="{x - 10}" y="270">2^{_power(rate)}</text>' for x, rate in zip(xs, RATES, strict=True)]
+        for x, colour, (width, line) in zip(xs, COLOURS, table.items(), strict=False):
+            points = [f"{x},{y(loss)}" for x, loss in zip(xs, line, strict=True)]
+            best_x, best_y = points[line.index(min(line))].split(",")
+            body.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            body.append(f'<circle cx="{best_x}" cy="{best_y}" r="4" fill="{colour}"/>')
+            body.append(f'<text x="{x}" y="294" style="fill:{colour}">width {width}</text>')
+    style = "text{font:12px system-ui,sans-serif;fill:#777}.title{font-weight:600}.grid{stroke:#8884}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {50 + 470 * len(found)} 300">'
+    return "\n".join([head, f"<style>{style}</style>", *body, "</svg>\n"])
+
+
 def _power(rate: float) -> int:
     return round(torch.tensor(rate).log2().item())
 
@@ -129,9 +173,13 @@ def _power(rate: float) -> int:
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(prog="python -m bench.mup")
-    parser.add_argument("what", choices=["coordinates", "sweep"])
+    parser.add_argument("what", choices=["coordinates", "sweep", "picture"])
     parser.add_argument("--widths", help="comma-separated; multiples of 16")
     asked = parser.parse_args()
+    if asked.what == "picture":
+        page = (DOCS / "optimizers.md").read_text(encoding="utf-8")
+        (DOCS / "mup.svg").write_text(drawing(sweeps(page)), encoding="utf-8")
+        return
     torch.set_num_threads(1)
     default = "64,256,1024" if asked.what == "coordinates" else "64,128,256,512"
     widths = [int(width) for width in (asked.widths or default).split(",")]

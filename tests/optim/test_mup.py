@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.mup import HEAD_DIM, config_of, coordinates
+from bench.mup import DOCS, HEAD_DIM, config_of, coordinates, drawing, sweeps
 from nanotron.training.topology import parameter_specs
 
 RATE = 2.0**-7
@@ -29,6 +29,13 @@ def test_outputs_change_as_much_at_every_width(widths: tuple[int, ...], optimize
 def test_without_mup_they_do_not() -> None:
     configs = [config_of(width, RATE, mup=False, steps=10, data=False) for width in (64, 256)]
     assert spread([coordinates(config) for config in configs]) > 3.0
+
+
+def test_the_picture_in_the_docs_is_that_of_its_tables_whose_best_rates_stay_or_fall() -> None:
+    found = sweeps((DOCS / "optimizers.md").read_text(encoding="utf-8"))
+    assert (DOCS / "mup.svg").read_text(encoding="utf-8") == drawing(found)
+    best = {name: [line.index(min(line)) for line in table.values()] for name, table in found.items()}
+    assert best == {"µP": [5, 5, 5, 5], "without": [4, 2, 1, 0]}
 
 
 def test_each_matrix_has_the_std_and_the_learning_rate_of_its_shape() -> None:
