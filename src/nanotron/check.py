@@ -17,7 +17,7 @@ from nanotron.config.document import Problem, dump, parse, show
 from nanotron.config.keys import dotted, fields_of, fill, path_of, status_of, walk, was_filled
 from nanotron.config.load import Reading, read_file
 from nanotron.config.messages import nearest
-from nanotron.config.rules import RULES, Findings, Rule, declare
+from nanotron.config.rules import ACCUMULATION, BATCH_RAMP, RULES, Findings, Rule, declare
 from nanotron.data.document_ends import mask_problems
 from nanotron.data.order.skips import Skips
 from nanotron.data.probe import (
@@ -123,17 +123,24 @@ def summary(config: Config, *, code: bool = True) -> list[str]:
     Without `code`, that of a schedule in Python is not run, so that it is not known which rank has which layers.
     """
     layout, tokens = config.parallelism, config.tokens
-    step = config.global_batch_size_in_tokens
+    steps, samples = tokens.train_steps, config.samples_by(tokens.train_steps)
     layers = _layers_of_ranks(config) if code or not runs_code(config) else "unknown: the schedule's code is not run"
     stages = [f"{stage.name}, from step {stage.start_training_step}: {_source(stage)}" for stage in config.data_stages]
     return [
         f"parameters  {model_size(config)}, vocabulary {config.model.model_config.vocab_size}, {config.model.dtype}",
-        f"tokens      {human_format(step * tokens.train_steps)} in {tokens.train_steps} steps of"
-        f" {config.global_batch_size} samples of {tokens.sequence_length}",
+        f"tokens      {human_format(samples * tokens.sequence_length)} in {steps} steps of"
+        f" {_batch_sizes(config)} of {tokens.sequence_length}",
         f"layout      {layout.world_size} ranks: {layout}, zero stage {config.optimizer.zero_stage}",
         f"layers      {layers}",
         f"data        {' | '.join(stages)}",
     ]
+
+
+def _batch_sizes(config: Config) -> str:
+    """Write what steps are: `64 samples`, with a ramp `8 (the first 100), 16 (the next 200), then 64 samples`."""
+    *ramp, (_, last) = config.batches(config.tokens.train_steps)
+    parts = [f"{size} (the {'next' if index else 'first'} {steps})" for index, (steps, size) in enumerate(ramp)]
+    return ", ".join([*parts, f"then {last} samples" if ramp else f"{last} samples"])
 
 
 def _source(stage: DatasetStageArgs) -> str:
@@ -200,9 +207,7 @@ def _file_probe(*keys: str) -> Callable[[Callable[[Config], Findings]], None]:
     return declare(FILE_PROBES, keys)
 
 
-@_schedule_probe(
-    "parallelism.pp_engine", "parallelism.pp", "parallelism.pp_virtual_stages", "tokens.batch_accumulation_per_replica"
-)
+@_schedule_probe("parallelism.pp_engine", "parallelism.pp", "parallelism.pp_virtual_stages", ACCUMULATION, BATCH_RAMP)
 def _schedule_can_run(config: Config) -> Findings:
     layout = config.parallelism
     if layout.pp_engine not in SCHEDULE_NAMES and not is_custom(layout.pp_engine):
@@ -213,9 +218,11 @@ def _schedule_can_run(config: Config) -> Findings:
             f"{layout.pp_engine} is not one of {', '.join(SCHEDULE_NAMES)}, a .csv file or file.py:function{hint}",
         )
         return
-    microbatches = config.tokens.batch_accumulation_per_replica
-    for line in find_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches):
-        yield _blame(line, "parallelism.pp_engine")
+    asked = layout.pp_engine, layout.pp, layout.pp_virtual_stages
+    problems = find_problems(*asked, config.tokens.batch_accumulation_per_replica)
+    yield from (_blame(line, "parallelism.pp_engine") for line in problems)
+    for key, microbatches in {} if problems else config.ramp_microbatches.items():
+        yield from ((key, f"in these steps {line}") for line in find_problems(*asked, microbatches))
 
 
 @_probe("optimizer.weight_decay_exclude_named_params", "optimizer.groups", "model.model_config")

@@ -104,6 +104,30 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(pool, tmp_path: Path, layout, da
     assert different(tmp_path / "stopped" / "8", tmp_path / "straight" / "8") == []
 
 
+def test_a_batch_that_grows_stops_anywhere_and_goes_on_here_bit_for_bit_and_elsewhere(pool, tmp_path: Path) -> None:
+    ramp = {
+        "tokens__batch_accumulation_per_replica": None,
+        "tokens__global_batch_size": 12,
+        "tokens__batch_ramp": [{"global_batch_size": 6, "steps": 3}],
+    }
+    straight = values_of(tmp_path / "straight", (2, 1, 1), **ramp)
+    assert pool.run(2, run, straight) == [codes.DONE] * 2
+    expected = metrics_of(tmp_path / "straight")
+    assert [row["consumed_samples"] for row in expected] == [6, 12, 18, 30, 42, 54, 66, 78]
+    assert [row["consumed_tokens"] for row in expected] == [16 * row["consumed_samples"] for row in expected]
+    for stop, dp in ((2, 2), (3, 2), (2, 1), (3, 3)):  # within the ramp, and at its end
+        folder = tmp_path / f"{stop} {dp}"
+        values = values_of(folder, (2, 1, 1), **ramp, tokens__stop_after=stop)
+        assert pool.run(2, run, values) == [codes.DONE] * 2
+        assert pool.run(dp, run, values_of(folder, (dp, 1, 1), **ramp)) == [codes.DONE] * dp
+        found = metrics_of(folder)
+        assert [row["consumed_samples"] for row in found] == [row["consumed_samples"] for row in expected]
+        if dp == 2:
+            assert found == expected
+            assert different(folder / "8", tmp_path / "straight" / "8") == []
+        assert [row["lm_loss"] for row in found] == pytest.approx([row["lm_loss"] for row in expected], rel=1e-5)
+
+
 def run_in(rank: int, world: int, folder: str, values: dict[str, Any], stop_at: int | None = None) -> int:
     """Run with ``folder`` as the working directory, its data prepared; a signal stops the run at a step."""
     made, before = trainer.Run._make, os.getcwd()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanotron.check import check, examine
+from nanotron.check import check, examine, summary
 from nanotron.config import (
     Config,
     LlamaConfig,
@@ -274,6 +274,21 @@ def test_scripts_may_pass_a_torch_dtype_and_enum_members() -> None:
     assert ParallelismArgs(tp_mode=Mode()).tp_mode == "REDUCE_SCATTER"  # type: ignore[arg-type]
 
 
+def test_a_ramp_says_how_many_samples_each_step_has(tmp_path: Path) -> None:
+    ramp = "global_batch_size: 16\n  batch_ramp: [{global_batch_size: 4, steps: 3}, {global_batch_size: 8, steps: 2}]"
+    (tmp_path / "x.yaml").write_text(RIGHT.replace("batch_accumulation_per_replica: 4", ramp))
+    config = check(tmp_path / "x.yaml")
+    assert [config.samples_of(step) for step in range(1, 8)] == [4, 4, 4, 8, 8, 16, 16]
+    assert [config.samples_by(step) for step in (0, 3, 4, 10)] == [0, 12, 20, 28 + 5 * 16]
+    assert config.batches(4) == [(3, 4), (1, 8)]
+    assert [config.steps_left(step) for step in (3, 5, 9, 10)] == [(2 * 8 + 5 * 16) / 4, 5 * 16 / 8, 1, 0]
+    assert check(tmp_path / "x.yaml", ["tokens.stop_after=4"]).steps_left(3) == 2
+    assert "tokens      3.46K in 10 steps of 4 (the first 3), 8 (the next 2), then 16 samples of 32" in summary(config)
+    assert "tokens      640 in 4 steps of 4 (the first 3), then 8 samples of 32" in summary(
+        check(tmp_path / "x.yaml", ["tokens.train_steps=4"])
+    )
+
+
 def test_replicas_that_are_counted_when_ranks_are_launched_keep_the_batch(tmp_path: Path) -> None:
     batch = "global_batch_size: 24\n  micro_batch_size: 2\n"
     text = RIGHT.replace("dp: 2", "dp: Auto").replace("pp: 2", "pp: 1")
@@ -287,5 +302,8 @@ def test_replicas_that_are_counted_when_ranks_are_launched_keep_the_batch(tmp_pa
     assert "batch_accumulation_per_replica" not in fitted[-1].to_dict(resolved=False)["tokens"]
     in_rounds = check(tmp_path / "x.yaml", ["parallelism.pp=2", "parallelism.pp_engine=interleaved_1f1b"], 64)
     assert (in_rounds.parallelism.dp, in_rounds.tokens.batch_accumulation_per_replica) == (6, 2)
+    ramp = "tokens.batch_ramp=[{global_batch_size: 8, steps: 5}, {global_batch_size: 12, steps: 5}]"
+    growing = [check(tmp_path / "x.yaml", [ramp], ranks) for ranks in (None, 3, 9, 16, 64)]
+    assert [config.parallelism.dp for config in growing] == [1, 1, 2, 2, 2]  # 8, 12 and 24 samples, two at once
     with pytest.raises(ConfigError, match=r"parallelism.dp: auto: 2 ranks are the fewest that hold this layout, but 1"):
         check(tmp_path / "x.yaml", [], 1)

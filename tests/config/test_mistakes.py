@@ -215,6 +215,17 @@ def test_validation_that_never_takes_place_is_legal_and_said(tmp_path: Path) -> 
     assert examine(file).notices == []
 
 
+def test_a_ramp_that_is_the_whole_run_or_starves_a_pipeline_is_legal_and_said(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    ramp = "global_batch_size: 16\n  batch_ramp: [{global_batch_size: 4, steps: 3}, {global_batch_size: 8, steps: 7}]"
+    file.write_text(QUIET.replace("batch_accumulation_per_replica: 4", ramp))
+    assert [line.removeprefix(f"{file}:") for line in examine(file).notices] == [
+        "19: tokens.batch_ramp: its 10 steps are all of the run, tokens.train_steps=10: none has global_batch_size=16",
+        "19: tokens.batch_ramp[0].global_batch_size: 4 gives each replica 1 micro-batches, fewer than parallelism.pp=2:"
+        " ranks of the pipeline wait in these 3 steps",
+    ]
+
+
 def test_tokens_of_another_width_are_a_mistake_where_there_are_files_too(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(4000))
     dataset = f"{{dataset_folder: {tmp_path}/a.bin, token_size_in_bytes: -2}}"

@@ -63,6 +63,46 @@ def test_rows_do_not_depend_on_a_global_batch_that_changes(nanoset):
     assert first + rest == reference
 
 
+RAMP = {
+    "batch_accumulation_per_replica": None,
+    "global_batch_size": 12,
+    "batch_ramp": [{"global_batch_size": 4, "steps": 2}, {"global_batch_size": 8, "steps": 3}],
+}  # 4 4 8 8 8 12 12 …
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6])
+def test_a_batch_that_grows_takes_the_same_rows_in_the_same_order_whatever_resumes_it(nanoset, tmp_path, stop):
+    write_nanoset(tmp_path / "late", random_documents(40, seed=9))
+    stages = [stage(str(nanoset)), stage(str(tmp_path / "late"), name="late", start=4, sequence_length=16)]
+    reference = [
+        *global_rows(stages[:1], 4)[0],  # 16 rows of the first stage, in batches of 4
+        *global_rows([stages[1] | {"start_training_step": 1}], 10)[0],  # 40 of the second
+    ]
+    whole, straight = global_rows(stages, 7, **RAMP)
+    assert whole == reference
+    first, feed = global_rows(stages, stop, **RAMP)
+    state = json.loads(json.dumps(feed.state_dict()))
+    rest, resumed = global_rows(stages, 7 - stop, first_step=stop + 1, state=state, dp=2, **RAMP)
+    assert first + rest == whole
+    assert resumed.state_dict() == straight.state_dict()
+    assert resumed.consumed == {"stable": 16, "late": 40}
+    assert resumed.consumed_tokens == 16 * 8 + 40 * 16
+
+
+def test_steps_of_a_ramp_tell_their_size_and_validation_keeps_its_own(nanoset):
+    stages = [stage(str(nanoset)) | {"validation": {"dataset_folder": str(nanoset)}}]
+    feed = make_feed(make_config(data_stages=stages, limit_val_batches=1, **RAMP))
+    steps = [feed.step(n) for n in range(1, 8)]
+    assert [step.num_samples for step in steps] == [4, 4, 8, 8, 8, 12, 12]
+    assert [len(step.microbatches) for step in steps] == [2, 2, 4, 4, 4, 6, 6]
+    assert [step.num_tokens for step in steps[:3]] == [32, 32, 64]
+    assert [step.first_sample for step in steps] == [0, 4, 8, 16, 24, 32, 44]
+    ((first,), (last,)) = (list(feed.validation(n)) for n in (1, 7))
+    assert [batch.tokens.tolist() for batch in first] == [batch.tokens.tolist() for batch in last]
+    assert len(first) == 6
+    feed.close()
+
+
 def test_all_ranks_of_a_replica_read_the_same_rows(nanoset):
     config = make_config(data_stages=[stage(str(nanoset))], dp=2)
     feeds = [make_feed(config, rank=rank, pp=2, tp=2) for rank in range(8)]

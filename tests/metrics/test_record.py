@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 from nanotron.check import check
-from nanotron.config import Config, get_config_from_dict
+from nanotron.config import BatchRampArgs, Config, get_config_from_dict
 from nanotron.errors import ConfigError
+from nanotron.logging import human_duration
 from nanotron.metrics.record import Metrics
 from nanotron.parallel.mesh import Mesh
 from nanotron.report.facts import health
@@ -173,6 +175,30 @@ def test_the_step_line_shows_the_loss_with_six_digits(tmp_path: Path, caplog: py
     )
     assert " | global_batch_size: 256 | lm_loss: 5.51235 | grad_norm: 1.25 | lr: 0.0003 | " in line
     assert line.endswith(" | eta: 50s"), "99 steps of half a second are left"
+
+
+def test_the_time_left_is_that_of_steps_as_large_as_they_will_be(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    growing = config()
+    ramp = [BatchRampArgs(global_batch_size=8, steps=10), BatchRampArgs(global_batch_size=16, steps=10)]
+    growing.tokens = replace(growing.tokens, batch_ramp=ramp, batch_accumulation_per_replica=8)
+    metrics = Metrics(growing, Mesh(), tmp_path, device=torch.device("cpu"))
+    with caplog.at_level(logging.INFO, logger="nanotron"):
+        metrics.log(1, values(1))
+    metrics.close()
+    samples_left = 9 * 8 + 10 * 16 + 80 * 64
+    seconds = 0.5 * samples_left / 8
+    assert any(line.endswith(f" | eta: {human_duration(seconds)}") for line in caplog.messages)
+
+
+def test_the_report_tells_where_steps_became_larger(tmp_path: Path) -> None:
+    metrics = Metrics(config(), Mesh(), tmp_path, device=torch.device("cpu"))
+    for step, samples in enumerate((8, 16, 32, 48), 1):
+        metrics.log(step, values(step, consumed_samples=samples))
+    metrics.close()
+    told = [line for line, _ in health(read_run(tmp_path)) if "samples" in line]
+    assert told == ["from step 3 on: 16 samples a step; before: 8 samples a step"]
 
 
 def test_the_console_keeps_to_its_interval_but_every_step_is_recorded(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from math import gcd
 from typing import Any
 
 from nanotron.pipeline.schedules import SCHEDULE_NAMES
@@ -56,6 +57,7 @@ class Case:
     mup: bool = False
     dtype: str = "float32"
     accumulate_in_fp32: bool = True
+    ramp: int = 0  # samples of the first step, where later ones have more
     steps: int = STEPS
     length: int = 32  # of a sequence
 
@@ -65,7 +67,7 @@ class Case:
 
     @property
     def micro_batch_size(self) -> int:
-        return self.rows or ROWS // (self.dp * max(2, self.pp + (self.pp > 1)))
+        return self.rows or gcd(ROWS // (self.dp * max(2, self.pp + (self.pp > 1))), self.ramp // self.dp)
 
     @property
     def accumulation(self) -> int:
@@ -272,6 +274,17 @@ def optimizer_cases() -> list[Case]:
     ]
 
 
+def ramp_cases() -> list[Case]:
+    """A first step of fewer microbatches than the others, beside every axis, schedule and ZeRO stage."""
+    return [
+        *(Case(dp=2, zero_stage=zero, ramp=6, dtype="float64") for zero in range(4)),
+        *(Case(tp=2, pp=2, rows=3, schedule=name, ramp=6) for name in SCHEDULE_NAMES),
+        Case(cp=2, pp=3, layers=3, rows=4, zero_stage=1, ramp=4, documents=True),
+        Case(dp=2, ep=2, pp=2, rows=3, zero_stage=3, ramp=6, experts=8, router="grouped", dtype="float64"),
+        Case(dp=4, dp_shard=2, rows=1, zero_stage=3, ramp=4),
+    ]
+
+
 def expert_cases() -> list[Case]:
     """Experts: shared by replicas, cut over tp, beside every other axis, with each kind of router."""
     exact: dict[str, Any] = {"dtype": "float64", "experts": 8}
@@ -367,4 +380,5 @@ def every_case() -> list[Case]:
     cases = [*product_cases(), *named_cases(), *context_cases(), *window_cases(), *expert_cases()]
     cases += optimizer_cases()
     cases += sharded_cases()
+    cases += ramp_cases()
     return list(dict.fromkeys([*cases, *compiled_cases(), *schedule_cases(), *schedule_product_cases()]))

@@ -18,7 +18,7 @@ from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box
 from nanotron.training.step import Training
 from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, tied_stages
-from tests.parity.cases import OPTIMIZERS, ROUTERS, Case
+from tests.parity.cases import OPTIMIZERS, ROUTERS, ROWS, Case
 from tests.parity.routes import near_ties
 from tests.pool import Pool
 
@@ -108,7 +108,8 @@ def config_of(case: Case) -> Config:
             "tokens": {
                 "sequence_length": case.length,
                 "micro_batch_size": case.micro_batch_size,
-                "batch_accumulation_per_replica": case.accumulation,
+                "global_batch_size": ROWS,
+                "batch_ramp": [{"global_batch_size": case.ramp, "steps": 1}] if case.ramp else [],
                 "train_steps": case.steps,
             },
             "data_stages": [{"name": "random", "start_training_step": 1, "data": {"dataset": None}}],

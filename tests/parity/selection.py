@@ -35,7 +35,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "windows": {"window": 11, "window_layers": (0, 1, 3)},
     "float64": {"dtype": "float64"},
 }
-NUMBER = re.compile(r"(dp_shard|dp|cp|tp|pp|ep|rows|layers|length|loss_chunk)(\d+)")
+NUMBER = re.compile(r"(dp_shard|dp|cp|tp|pp|ep|rows|layers|length|loss_chunk|ramp)(\d+)")
 
 TABLE = """
 tp2 rows2 gathered overlap recompute loss_chunk8 compile qwen3 length64 documents z_loss
@@ -46,12 +46,12 @@ pp2 afab rows6 given mistral windows
 pp2 interleaved_1f1b rows6 loss_chunk7 qwen3 window z_loss float64
 pp2 zbv rows12 recompute qwen2 tied windows z_loss shared float64
 tp2 once loss_chunk7 qwen3 windows z_loss float64
-pp3 rows4 recompute qwen3 layers3 z_loss
+pp3 rows4 ramp4 recompute qwen3 layers3 z_loss
 pp3 zb_h1 rows12 qwen3 layers3 tied
 pp3 zbv rows12 loss_chunk7 layers6 windows float64
 tp2 pp2 rows12 overlap deepseek_v3 layers3 grouped float64
 tp2 pp2 interleaved_1f1b rows6 gathered loss_chunk7 qwen2 tied
-tp2 pp2 interleaved_1f1b rows6 loss_chunk7 mistral window documents
+tp2 pp2 interleaved_1f1b rows3 ramp6 loss_chunk7 mistral window documents
 tp2 pp2 zb_h1 rows6 overlap qwen3 layers2 float64
 tp2 pp2 zbv rows12 loss_chunk7 qwen2 tied documents z_loss shared float64
 tp2 pp2 zbv rows12 gathered recompute loss_chunk7 tied window grouped float64
@@ -61,10 +61,10 @@ tp4 olmoe layers2 plain float64
 cp2 pp2 rows12 exchanged zero1 loss_chunk7 qwen3 layers2 tied z_loss grouped float64
 cp2 pp2 afab rows12 exchanged recompute qwen2 layers2 window documents
 cp2 pp2 interleaved_1f1b rows6 zero1 recompute loss_chunk7 window
-cp2 pp2 zb_h1 rows6 exchanged loss_chunk7 layers5 tied windows float64
+cp2 pp2 zb_h1 rows6 ramp6 exchanged loss_chunk7 layers5 tied windows float64
 cp2 tp2 zero1 selective loss_chunk7 qwen2 layers2 tied window z_loss
 cp4 loss_chunk7 qwen3 layers2 float64
-dp2 pp2 afab rows3 zero1 loss_chunk7 mistral layers2 tied window z_loss
+dp2 pp2 afab rows3 ramp6 zero1 loss_chunk7 mistral layers2 tied window z_loss
 dp2 pp2 ep2 zb_h1 rows6 zero1 recompute loss_chunk7 deepseek_v3 layers2 tied documents z_loss grouped float64
 dp2 pp2 ep2 zbv rows3 loss_chunk7 mistral window z-loss float64
 dp2 tp2 ep2 overlap mistral layers2 window z_loss grouped float64
@@ -89,11 +89,11 @@ dp2 tp2 pp2 ep2 layers2 zero1 muon shared float64
 dp2 tp2 pp2 layers2 zero3 groups
 dp2 layers2 groups zero1 float64
 dp4 dp_shard2 rows1 layers2 muon zero3 float64
-dp4 dp_shard2 rows1 zero3 documents
+dp4 dp_shard2 rows1 ramp4 zero3 documents
 cp2 tp2 zero3 recompute loss_chunk7 qwen2 layers2 tied window z_loss plain float64
-dp2 zero2 loss_chunk7 olmoe z_loss float64
+dp2 ramp6 zero2 loss_chunk7 olmoe z_loss float64
 dp4 ep2 dp_shard2 rows1 zero2 recompute tied window grouped float64
-dp2 pp2 ep2 zbv rows3 zero3 loss_chunk7 mistral window shared float64
+dp2 pp2 ep2 zbv rows3 ramp6 zero3 loss_chunk7 mistral window shared float64
 cp2 pp2 rows12 exchanged zero2 loss_chunk7 qwen3 layers2 tied z_loss
 dp2 tp2 gathered zero3 selective olmoe layers2 z-loss float64
 dp2 tp2 ep2 overlap zero3 loss_chunk7 deepseek_v3 layers2 tied z_loss grouped float64
@@ -130,6 +130,8 @@ MANY = {  # what is tried with more ranks than two of an axis; with everything e
 }
 UPDATED = {"dp", "cp", "tp", "pp", "ep", "zero_stage", "copies", "dtype"}
 """What is tried with each optimizer; with everything else, any is as good as any other."""
+RAMPED = {"dp", "cp", "tp", "pp", "ep", "schedule", "zero_stage", "copies"}
+"""What is tried with steps of fewer microbatches."""
 GRADIENTS = {"dp", "cp", "tp", "pp", "ep", "schedule", "tied", "copies", "dtype"}
 """What is tried with ZeRO-2, which does with gradients what ZeRO-3 does, and nothing with weights."""
 ROUTED = {"dp", "cp", "tp", "ep", "tp_mode", "recompute", "documents", "zero_stage"}
@@ -172,5 +174,7 @@ def pairs_of(case: Case) -> Iterator[frozenset[tuple[str, Any]]]:
     if case.optimizer != "adamW":
         optimizer = ("optimizer", case.optimizer)
         yield from (frozenset({optimizer, (name, values[name])}) for name in UPDATED & set(values))
+    if case.ramp:
+        yield from (frozenset({("ramp", True), (name, values[name])}) for name in RAMPED & set(values))
     if case.experts and case.zero_stage != 2:
         yield from (frozenset({("router", case.router), (name, values[name])}) for name in ROUTED & set(values))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from nanotron.check import examine
 from nanotron.cli import app
-from nanotron.config import Config
+from nanotron.config import BatchRampArgs, Config
 from nanotron.models.specs import StageModules
 from nanotron.plan import command
 from nanotron.plan.counting import Traffic
@@ -70,6 +70,30 @@ def test_search_writes_a_config_that_checks_and_says_how_far_it_is(
     assert config.global_batch_size == 2
     assert "\n1 legal layouts found so far\n" in f"\n{output}"
     assert re.search(r"\n1 of at most \d+ layouts planned; best so far: \S+ s a step\n", output)
+
+
+def test_a_batch_that_grows_is_planned_stage_by_stage_and_for_the_whole_run(config_file: Path) -> None:
+    ramp = ("--override", "tokens.batch_ramp=[{global_batch_size: 2, steps: 3}]")
+    batch = ("--override", "tokens.batch_accumulation_per_replica=null", "--override", "tokens.global_batch_size=16")
+    (_, plain), (code, output) = run(config_file, *batch), run(config_file, *batch, *ramp)
+    assert code == 0, output
+    found = re.search(r"before them 3 steps of 2: 1 micro-batches, ([\d.]+) ms each \(bubble 4\d.\d%\)", output)
+    assert found, output
+    assert "9.73K tokens in 5 steps" in output  # (3 · 2 + 2 · 16) · 256
+    assert "20.5K tokens in 5 steps" in plain
+    hours = [float(re.search(r"([\d.e-]+) device-hours", text)[1]) for text in (plain, output)]  # type: ignore[index]
+    step = float(re.search(r"step +([\d.]+) ms", plain)[1])  # type: ignore[index]
+    assert hours[1] / hours[0] == pytest.approx((3 * float(found[1]) + 2 * step) / (5 * step), rel=0.02)
+
+
+def test_a_layout_that_a_ramps_batches_do_not_divide_by_is_not_legal() -> None:
+    config = small(pp=2, layers=4, accumulation=8, schedule="interleaved_1f1b")  # 16 samples, two at once
+    config.tokens.global_batch_size = 16
+    config.tokens.batch_ramp = [BatchRampArgs(global_batch_size=8, steps=1)]
+    assert is_legal(config)
+    assert not is_legal(changed(config, {"parallelism.dp": 8, "tokens.batch_accumulation_per_replica": 1}))
+    config.tokens.batch_ramp[0].global_batch_size = 2  # one microbatch, where the schedule takes two at a time
+    assert not is_legal(config)
 
 
 def test_a_layout_with_more_heads_than_tp_allows_is_not_legal() -> None:

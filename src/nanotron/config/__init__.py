@@ -41,6 +41,7 @@ from nanotron.config.model import (
 )
 from nanotron.config.training import (
     AdamWOptimizerArgs,
+    BatchRampArgs,
     LRSchedulerArgs,
     LRStepArgs,
     MuonOptimizerArgs,
@@ -52,6 +53,7 @@ from nanotron.config.training import (
 
 __all__ = [
     "AdamWOptimizerArgs",
+    "BatchRampArgs",
     "CheckpointsArgs",
     "Config",
     "CustomDatasetArgs",

@@ -9,6 +9,7 @@ from nanotron.config.data import NanosetDatasetsArgs
 from nanotron.config.model import Qwen2Config
 from nanotron.config.rules import (
     ACCUMULATION,
+    BATCH_RAMP,
     DP_SHARD,
     SCHEDULER,
     SEQUENCE,
@@ -92,6 +93,25 @@ def _sharding_has_its_price(config: Config) -> Findings:
         )
 
 
+@caution(BATCH_RAMP, TRAIN_STEPS, "parallelism.pp")
+def _ramp_is_short(config: Config) -> Findings:
+    ramp, pp = config.tokens.batch_ramp, config.parallelism.pp
+    steps = sum(stage.steps for stage in ramp)
+    if steps >= config.tokens.train_steps:
+        yield (
+            BATCH_RAMP,
+            f"its {steps} steps are all of the run, {TRAIN_STEPS}={config.tokens.train_steps}: none has"
+            f" global_batch_size={config.global_batch_size}",
+        )
+    for stage, (key, count) in zip(ramp, config.ramp_microbatches.items(), strict=True):
+        if count < pp:
+            yield (
+                key,
+                f"{stage.global_batch_size} gives each replica {count} micro-batches, fewer than parallelism.pp={pp}:"
+                f" ranks of the pipeline wait in these {stage.steps} steps",
+            )
+
+
 @caution("data_stages")
 def _local_folders_are_read_where_they_are(config: Config) -> Findings:
     for index, stage in enumerate(config.data_stages):
@@ -112,11 +132,11 @@ def _stages_are_reached(config: Config) -> Findings:
             yield key, f"{stage.start_training_step} is never reached: {TRAIN_STEPS}={config.tokens.train_steps}"
 
 
-@caution("data_stages[].data.skip_samples", TRAIN_STEPS, "parallelism.dp")
+@caution("data_stages[].data.skip_samples", TRAIN_STEPS, "parallelism.dp", BATCH_RAMP)
 def _skipped_samples_are_reached(config: Config) -> Findings:
     starts = [stage.start_training_step for stage in config.data_stages]
     for index, (start, end) in enumerate(zip(starts, [*starts[1:], config.tokens.train_steps + 1], strict=True)):
-        reached = max(0, end - start) * config.global_batch_size
+        reached = max(0, config.samples_by(end - 1) - config.samples_by(start - 1))
         for first, last in sorted(config.data_stages[index].data.skip_samples):
             if first >= reached:
                 yield (

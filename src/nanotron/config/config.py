@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,15 +80,16 @@ class Config:
     def fit_to(self, num_ranks: int | None) -> None:
         """Settle what follows from the number of launched ranks: dp where it is `auto`, and gradient accumulation.
 
-        dp is then the most replicas that the ranks hold and that divide the global batch; the fewest while that number
-        is not known.
+        dp is then the most replicas that the ranks hold and that divide every step's batch; the fewest while the number
+        of ranks is not known.
         """
         layout, tokens, batch = self.parallelism, self.tokens, self.tokens.global_batch_size
+        shared = math.gcd(batch or 0, *(stage.global_batch_size for stage in tokens.batch_ramp))
         if layout.dp is None or was_filled(layout, "dp"):
             unit = layout.dp_shard or layout.expert_parallel_size
             most = MOST_RANKS if num_ranks is None else layout.replicas_of(num_ranks)
             rounds = microbatch_unit(layout.pp_engine, layout.pp) * tokens.micro_batch_size
-            legal = (dp for dp in range(unit, most + 1, unit) if batch is not None and batch % (rounds * dp) == 0)
+            legal = (dp for dp in range(unit, most + 1, unit) if batch is not None and shared % (rounds * dp) == 0)
             fill(layout, "dp", next(legal, unit) if num_ranks is None else max(legal, default=unit))
         if batch is not None:
             fill(tokens, "batch_accumulation_per_replica", max(1, batch // (tokens.micro_batch_size * layout.dp)))
@@ -109,8 +111,36 @@ class Config:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per step, over all replicas."""
+        """Samples per step over all replicas, once tokens.batch_ramp is over."""
         return self.tokens.micro_batch_size * self.tokens.batch_accumulation_per_replica * self.parallelism.dp
+
+    def batches(self, steps: int) -> list[tuple[int, int]]:
+        """What the first so many steps are, in order: (steps, samples of each over all replicas)."""
+        found = []
+        for stage in self.tokens.batch_ramp:
+            found.append((min(steps, stage.steps), stage.global_batch_size))
+            steps -= found[-1][0]
+        return [part for part in [*found, (steps, self.global_batch_size)] if part[0]]
+
+    def samples_by(self, step: int) -> int:
+        """Samples that the run has had after a step."""
+        return sum(steps * samples for steps, samples in self.batches(step))
+
+    def samples_of(self, step: int) -> int:
+        """Samples of a step, over all replicas."""
+        return self.samples_by(step) - self.samples_by(step - 1)
+
+    def steps_left(self, step: int) -> float:
+        """Steps up to the one that this start ends with, counted in steps of as many samples as the given one."""
+        last = self.tokens.last_step
+        return (self.samples_by(last) - self.samples_by(step)) / self.samples_of(step) if step < last else 0.0
+
+    @property
+    def ramp_microbatches(self) -> dict[str, int]:
+        """Micro-batches of a replica in the steps of each stage of the ramp, by the key that they follow from."""
+        at_once = self.tokens.micro_batch_size * self.parallelism.dp
+        sizes = (stage.global_batch_size for stage in self.tokens.batch_ramp)
+        return {f"tokens.batch_ramp[{index}].global_batch_size": size // at_once for index, size in enumerate(sizes)}
 
     @property
     def global_batch_size_in_tokens(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 from nanotron.config.config import Config
@@ -17,7 +18,7 @@ from nanotron.config.model import DeepseekConfig, RandomInit
 Findings = Iterator[tuple[str, str]]
 HEADS, KV_HEADS = "model.model_config.num_attention_heads", "model.model_config.num_key_value_heads"
 LAYERS, TRAIN_STEPS = "model.model_config.num_hidden_layers", "tokens.train_steps"
-ACCUMULATION = "tokens.batch_accumulation_per_replica"
+ACCUMULATION, BATCH_RAMP = "tokens.batch_accumulation_per_replica", "tokens.batch_ramp"
 SEQUENCE, SCHEDULER = "tokens.sequence_length", "optimizer.learning_rate_scheduler"
 STAGE_SEQUENCES = "data_stages[].sequence_length"
 WINDOW_LAYERS = "model.model_config.sliding_window_layers"
@@ -191,7 +192,7 @@ def _shards_divide_replicas(config: Config) -> Findings:
 @rule("tokens.global_batch_size", "tokens.micro_batch_size", ACCUMULATION, "parallelism.dp")
 def _batch_has_one_size(config: Config) -> Findings:
     tokens, dp, product = config.tokens, config.parallelism.dp, config.global_batch_size
-    asked, at_once = tokens.global_batch_size, tokens.micro_batch_size * config.parallelism.dp
+    asked = tokens.global_batch_size
     if was_filled(config.parallelism, "dp") and asked is None:
         yield (
             "parallelism.dp",
@@ -201,17 +202,37 @@ def _batch_has_one_size(config: Config) -> Findings:
     if asked is None or asked == product:
         return
     if was_filled(tokens, "batch_accumulation_per_replica"):
-        below = asked // at_once * at_once
-        text = (
-            f"{asked} is not a multiple of micro_batch_size={tokens.micro_batch_size} · parallelism.dp={dp}; the"
-            f" nearest is {below if below > 0 and asked - below <= at_once // 2 else below + at_once}"
-        )
+        text = _no_multiple(asked, config)
     else:
         text = (
             f"{asked} is not micro_batch_size={tokens.micro_batch_size} · batch_accumulation_per_replica="
             f"{tokens.batch_accumulation_per_replica} · parallelism.dp={dp} = {product}; leave one of them out"
         )
     yield "tokens.global_batch_size", text
+
+
+@rule(BATCH_RAMP, "tokens.global_batch_size", "tokens.micro_batch_size", "parallelism.dp")
+def _batch_grows_to_its_size(config: Config) -> Findings:
+    tokens, dp = config.tokens, config.parallelism.dp
+    if tokens.batch_ramp and tokens.global_batch_size is None:
+        text = "leads to tokens.global_batch_size, which is missing; give it in the place of"
+        yield BATCH_RAMP, f"{text} batch_accumulation_per_replica"
+        return
+    sizes = [*(stage.global_batch_size for stage in tokens.batch_ramp), tokens.global_batch_size or 0]
+    for index, (size, following) in enumerate(pairwise(sizes)):
+        key = f"{BATCH_RAMP}[{index}].global_batch_size"
+        if size % (tokens.micro_batch_size * dp):
+            yield key, _no_multiple(size, config)
+        elif size >= following:
+            yield key, f"{size} is not below {following}, the samples of the steps that follow; list smaller ones first"
+
+
+def _no_multiple(samples: int, config: Config) -> str:
+    rows, dp = config.tokens.micro_batch_size, config.parallelism.dp
+    unit = rows * dp
+    below = samples // unit * unit
+    nearest = below if below > 0 and samples - below <= unit // 2 else below + unit
+    return f"{samples} is not a multiple of micro_batch_size={rows} · parallelism.dp={dp}; the nearest is {nearest}"
 
 
 @rule("optimizer.offload", "optimizer.optimizer_factory")

@@ -27,6 +27,14 @@ from nanotron.config.keys import (
 
 
 @section
+class BatchRampArgs:
+    """A stage of the batch-size ramp: steps with fewer samples than those that follow."""
+
+    global_batch_size: Int = required("Samples per step over all replicas.", example=64, gt=0)
+    steps: Int = required("How many steps the stage has.", example=1000, gt=0)
+
+
+@section
 @retires(TOKENS)
 class TokensArgs:
     """How many tokens make a step, and how many steps make the run."""
@@ -45,6 +53,12 @@ class TokensArgs:
         " batch and the loss curve. Null: micro_batch_size · batch_accumulation_per_replica · dp.",
         examples=[256],
         gt=0,
+    )
+    batch_ramp: list[BatchRampArgs] = key(
+        None,
+        "Batch-size ramp: stages of steps with fewer samples, with which the run begins; all later steps have"
+        " global_batch_size.",
+        factory=list,
     )
     train_steps: Int = key(1000, "Steps of the whole run.", gt=0)
     stop_after: Int | None = key(

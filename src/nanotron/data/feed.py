@@ -1,7 +1,7 @@
 """The feed: each step's microbatches for this replica, loaded ahead by a thread and never dependent on the layout.
 
-    step n  ->  active stage, its consumed samples c  ->  rows c … c + global batch - 1 of that stage
-    row r of the batch  ->  dp rank r // (micro_batch_size · accumulation), all ranks of that replica alike
+    step n  ->  active stage, its consumed samples c  ->  rows c … c + n's global batch - 1 of that stage
+    row r of the batch  ->  dp rank r // (global batch / dp), all ranks of that replica alike
 
 Legend of shapes: b micro_batch_size, s the stage's sequence length.
 """
@@ -42,7 +42,7 @@ class StepData(NamedTuple):
 
     stage: str
     microbatches: list[Batch]
-    """This replica's: batch_accumulation_per_replica batches of [b, s]."""
+    """This replica's: batches of [b, s]."""
     num_samples: int
     """Of the global batch."""
     num_tokens: int
@@ -86,10 +86,8 @@ class Feed:
         """
         self._device = device
         self._micro_batch_size = config.tokens.micro_batch_size
-        self._accumulation = config.tokens.batch_accumulation_per_replica
-        replica_batch = self._micro_batch_size * self._accumulation
-        self._first_row = mesh.replica * replica_batch
-        self._global_batch = mesh.num_replicas * replica_batch
+        self._samples_of, self._validation_batch = config.samples_of, config.global_batch_size
+        self._replica_number, self._num_replicas = mesh.replica, mesh.num_replicas
         self._validation_batches = config.tokens.limit_val_batches
         self._cut = ContextCut(mesh, config.parallelism.cp_mode)
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
@@ -139,15 +137,16 @@ class Feed:
         problems = [
             self._too_little(scheduled, f"gives {scheduled.stage.num_samples} samples")
             for scheduled in self._stages
-            if not self._has_rows(scheduled, 0)
+            if not self._has_rows(scheduled, 0, self._samples_of(scheduled.start))
         ]
         if problems:
             raise ConfigError(problems)
 
     def _too_little(self, scheduled: ScheduledStage, found: str) -> str:
+        num_samples = self._samples_of(scheduled.start)
         return (
             f"{scheduled.key}.data.repeat: false, but the data of stage {scheduled.name!r} {found}, and a step takes "
-            f"{self._global_batch} of {scheduled.sequence_length} tokens; set repeat: true, give it more data, or make "
+            f"{num_samples} of {scheduled.sequence_length} tokens; set repeat: true, give it more data, or make "
             "the batch smaller (tokens.micro_batch_size, tokens.batch_accumulation_per_replica)"
         )
 
@@ -174,11 +173,11 @@ class Feed:
     def step(self, n: int) -> StepData:
         """The data of update n = 1, 2, …; raises EndOfData when the active stage may not repeat and has run out."""
         scheduled = self._active(n)
-        first = self.consumed[scheduled.name]
-        if not self._has_rows(scheduled, first):
+        first, num_samples = self.consumed[scheduled.name], self._samples_of(n)
+        if not self._has_rows(scheduled, first, num_samples):
             raise EndOfData(
                 f"stage {scheduled.name!r} has no data left for step {n}: {first} of {scheduled.stage.num_samples} "
-                f"samples are consumed, a step takes {self._global_batch}, and data.repeat is false"
+                f"samples are consumed, a step takes {num_samples}, and data.repeat is false"
             )
         try:
             rows = self._rows(n, scheduled, first)
@@ -186,29 +185,30 @@ class Feed:
             if first > 0:
                 raise
             raise ConfigError(self._too_little(scheduled, "ends before its first step")) from None
-        self.consumed[scheduled.name] = first + self._global_batch
+        self.consumed[scheduled.name] = first + num_samples
         self._log_new_epochs(scheduled, first)
         self._load_ahead(n + 1)
-        num_tokens = self._global_batch * scheduled.sequence_length
+        num_tokens = num_samples * scheduled.sequence_length
         self.consumed_tokens += num_tokens
         number = scheduled.stage.skips.end(first + 1) - 1
-        return StepData(scheduled.name, [self._batch(part) for part in rows], self._global_batch, num_tokens, number)
+        return StepData(scheduled.name, [self._batch(part) for part in rows], num_samples, num_tokens, number)
 
     def validation(self, n: int) -> Iterator[list[Batch]]:
         """The validation set of the stage active at update n, a global batch at a time: this replica's microbatches.
 
-        At most tokens.limit_val_batches of them (0: all). The same rows at every call and on every layout of the same
-        global batch; the last batch is filled up with rows that hold no target, so the token-weighted mean is exact.
+        At most tokens.limit_val_batches of them (0: all), of full size while training's still grow. The same rows at
+        every call and on every layout of the same global batch; the last batch is filled up with rows that hold no
+        target, so the token-weighted mean is exact.
         """
         scheduled = self._active(n)
         if scheduled.validation is None:
             return
         assert scheduled.validation.num_samples is not None
-        num_rows = scheduled.validation.num_samples
+        num_rows, batch = scheduled.validation.num_samples, self._validation_batch
         if self._validation_batches:
-            num_rows = min(num_rows, self._validation_batches * self._global_batch)
-        count = self._micro_batch_size * self._accumulation
-        for first in range(self._first_row, num_rows + self._first_row, self._global_batch):
+            num_rows = min(num_rows, self._validation_batches * batch)
+        own, count = self._share(batch)
+        for first in range(own, num_rows + own, batch):
             with at_key(f"{scheduled.key}.validation"):
                 windows = scheduled.validation.rows(first, max(0, min(count, num_rows - first)))
             windows += [empty_window(scheduled.sequence_length)] * (count - len(windows))
@@ -217,9 +217,14 @@ class Feed:
     def _active(self, n: int) -> ScheduledStage:
         return [scheduled for scheduled in self._stages if scheduled.start <= n][-1]
 
-    def _has_rows(self, scheduled: ScheduledStage, first: int) -> bool:
+    def _has_rows(self, scheduled: ScheduledStage, first: int, num_samples: int) -> bool:
         limit = scheduled.stage.num_samples
-        return limit is None or first + self._global_batch <= limit
+        return limit is None or first + num_samples <= limit
+
+    def _share(self, num_samples: int) -> tuple[int, int]:
+        """This replica's rows of a batch: the first, and how many."""
+        count = num_samples // self._num_replicas
+        return self._replica_number * count, count
 
     def _reads(self, scheduled: ScheduledStage) -> bool:
         """Whether this rank reads the stage itself, rather than being sent its rows."""
@@ -236,7 +241,8 @@ class Feed:
                 self._streams[scheduled.name] = position or {}
             except EndOfData as end:
                 rows = end
-        shape = (self._accumulation, self._micro_batch_size, scheduled.sequence_length)
+        num_microbatches = self._share(self._samples_of(n))[1] // self._micro_batch_size
+        shape = (num_microbatches, self._micro_batch_size, scheduled.sequence_length)
         return self._replica.share(rows, shape)
 
     def _take(self, n: int, scheduled: ScheduledStage, first: int) -> _Loaded:
@@ -246,7 +252,7 @@ class Feed:
             if (load.step, load.first_sample) == (n, first):
                 return self._wait(n, scheduled, load.loaded)
             load.loaded.cancel()
-        return self._wait(n, scheduled, self._executor.submit(self._load, scheduled, first))
+        return self._wait(n, scheduled, self._executor.submit(self._load, n, scheduled, first))
 
     def _wait(self, n: int, scheduled: ScheduledStage, loaded: Future[_Loaded]) -> _Loaded:
         """The rows, once they are there; data that is slow, or never comes, is named while it is waited for."""
@@ -265,23 +271,23 @@ class Feed:
         asked = {load.step for load in self._loads}
         for step in range(n, n + self._steps_ahead):
             scheduled = self._active(step)
-            first = firsts[scheduled.name]
-            firsts[scheduled.name] = first + self._global_batch
-            if not self._has_rows(scheduled, first):
+            first, num_samples = firsts[scheduled.name], self._samples_of(step)
+            firsts[scheduled.name] = first + num_samples
+            if not self._has_rows(scheduled, first, num_samples):
                 return
             if step not in asked and self._reads(scheduled):
-                self._loads.append(_Load(step, first, self._executor.submit(self._load, scheduled, first)))
+                self._loads.append(_Load(step, first, self._executor.submit(self._load, step, scheduled, first)))
 
-    def _load(self, scheduled: ScheduledStage, first: int) -> _Loaded:
-        """This replica's rows of the batch that begins at sample `first`."""
-        count = self._micro_batch_size * self._accumulation
-        position = None
+    def _load(self, n: int, scheduled: ScheduledStage, first: int) -> _Loaded:
+        """This replica's rows of the batch of step n, which begins at sample `first`."""
+        num_samples = self._samples_of(n)
+        (own, count), position = self._share(num_samples), None
         with at_key(f"{scheduled.key}.data.dataset"):
             if isinstance(scheduled.stage, StreamStage):
-                windows = scheduled.stage.rows(first, self._global_batch)[self._first_row : self._first_row + count]
+                windows = scheduled.stage.rows(first, num_samples)[own : own + count]
                 position = scheduled.stage.state_dict()
             else:
-                windows = scheduled.stage.rows(first + self._first_row, count)
+                windows = scheduled.stage.rows(first + own, count)
         return _Loaded(self._collate(windows), position)
 
     def _collate(self, windows: list[Window]) -> list[Rows]:

@@ -31,6 +31,8 @@ from nanotron.metrics.step_clock import TimeLeft
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from nanotron.config import Config
+
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40  # characters of the progress bar and of the sparkline
 
@@ -66,8 +68,8 @@ class Tail:
 class Display:
     """The picture of one run; ``refresh`` draws the rows that have arrived."""
 
-    def __init__(self, tail: Tail, *, name: str, train_steps: int, console: Console | None = None) -> None:
-        self._tail, self._name, self._train_steps = tail, visible(name), train_steps
+    def __init__(self, tail: Tail, config: Config, *, console: Console | None = None) -> None:
+        self._tail, self._config, self._name = tail, config, visible(config.general.project)
         self._losses: deque[float] = deque(maxlen=4096)
         self._left = TimeLeft()
         self._row: dict[str, Any] | None = None
@@ -97,12 +99,12 @@ class Display:
     def _draw(self) -> Group | Text:
         if self._row is None:
             return Text(f"{self._name}  waiting for the first step …", style="dim")
-        row, left = self._row, self._train_steps - self.step
+        row, last = self._row, self._config.tokens.last_step
         table = Table.grid(padding=(0, 2))
-        bar = ProgressBar(total=self._train_steps, completed=self.step, width=WIDTH)
-        eta = human_duration(self._left.seconds(left))
-        share = 100 * self.step / self._train_steps
-        table.add_row(Text(self._name, style="bold"), bar, f"{self.step}/{self._train_steps}  {share:.0f}%  eta {eta}")
+        bar = ProgressBar(total=last, completed=self.step, width=WIDTH)
+        eta = human_duration(self._left.seconds(self._config.steps_left(self.step)))
+        share = 100 * self.step / last
+        table.add_row(Text(self._name, style="bold"), bar, f"{self.step}/{last}  {share:.0f}%  eta {eta}")
         loss = self._losses[-1]
         style = "bold red" if not math.isfinite(loss) else "bold"
         table.add_row("loss", sparkline(list(self._losses), WIDTH), Text(f"{loss:.6g}", style=style))

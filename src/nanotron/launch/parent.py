@@ -68,7 +68,7 @@ def _shown(config: Config, tail: Tail, workers: Workers) -> Iterator[Callable[[]
     if workers.output is None:
         yield lambda: None
         return
-    display = Display(tail, name=config.general.project, train_steps=config.tokens.last_step)
+    display = Display(tail, config)
     output = workers.output
     os.set_blocking(output, False)
     unfinished = b""
@@ -120,26 +120,25 @@ def watch(run: str, *, plain: bool = False) -> int:
     if not (run_dir / "metrics.jsonl").exists():
         raise ConfigError(f"{run} holds no metrics.jsonl; name the directory of a run (general.run_dir)")
     config = get_config_from_file(run_dir / "config.yaml")
-    train_steps = config.tokens.last_step
     tail = Tail(run_dir / "metrics.jsonl")
     with suppress(KeyboardInterrupt):
         if plain or not sys.stdout.isatty():
-            _print_steps(tail, train_steps)
+            _print_steps(tail, config)
         else:
-            display = Display(tail, name=config.general.project, train_steps=train_steps)
+            display = Display(tail, config)
             with display.live:
-                while display.step < train_steps:
+                while display.step < config.tokens.last_step:
                     display.refresh()
                     time.sleep(0.2)
     return codes.DONE
 
 
-def _print_steps(tail: Tail, train_steps: int) -> None:
-    step, left = 0, TimeLeft()
-    while step < train_steps:
+def _print_steps(tail: Tail, config: Config) -> None:
+    step, left, last = 0, TimeLeft(), config.tokens.last_step
+    while step < last:
         for row in tail.read():
             step, tokens = row["step"], row["tokens_per_sec"] * row[TIME_MS] / 1e3
             left.add(row)
-            eta = left.seconds(max(0, train_steps - step))
-            say(step_line(row, train_steps=train_steps, batch_tokens=round(tokens), eta=eta))
+            eta = left.seconds(config.steps_left(step))
+            say(step_line(row, train_steps=last, batch_tokens=round(tokens), eta=eta))
         time.sleep(0.2)

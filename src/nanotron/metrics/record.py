@@ -126,7 +126,7 @@ class Metrics:
         self._since_line = self._since_line.plus(work)
         if step in (self._first_step, last_step) or step % self._config.logging.iteration_step_info_interval == 0:
             shown = row | self._rates(self._since_line)
-            eta = self._left.seconds(last_step - step)
+            eta = self._left.seconds(self._config.steps_left(step))
             logger.info(step_line(shown, train_steps=last_step, batch_tokens=work.tokens, eta=eta))
             self._since_line = _Work()
         if SLOWEST_RANK in row:

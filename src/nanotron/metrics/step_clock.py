@@ -91,6 +91,6 @@ class TimeLeft:
         self._steps += 1
         self._apart += sum(row.get(column, 0.0) for column in APART)
 
-    def seconds(self, steps: int) -> float:
+    def seconds(self, steps: float) -> float:
         """For so many more steps."""
         return steps * (median(self._lately) + self._apart / self._steps) / 1e3

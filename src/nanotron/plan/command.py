@@ -32,7 +32,7 @@ def plan(config: Config, *, gpu: str, per_node: int, nodes: int | None) -> int:
         )
     planner = Planner(cluster)
     found = planner.plan(config, every_layer=True)
-    say(plan_text(found))
+    say(plan_text(found, planner.ramp(config)))
     if found.fits:
         return FITS
     say("", fixes_text(cheapest_fixes(planner, config)))
@@ -65,5 +65,5 @@ def plan_search(config: Config, *, gpu: str, per_node: int, nodes: int | None, o
     change, best = found.best[0][0], planner.plan(found.best[0][1].config, every_layer=True)
     header = f"The fastest of {found.num_legal} layouts on {devices} × {planner.cluster.device.name}, as predicted"
     changed(config, change).save_as_yaml(output, resolved=True, header=header)
-    say("", plan_text(best), "", f"{output}: the first of them, to train with")
+    say("", plan_text(best, planner.ramp(best.config)), "", f"{output}: the first of them, to train with")
     return FITS

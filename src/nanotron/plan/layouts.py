@@ -47,9 +47,11 @@ def is_legal(config: Config) -> bool:
 
 def layout_problems(config: Config) -> list[str]:
     """Why the trainer would not accept the layout: rules between keys, and what the schedule needs."""
-    layout, microbatches = config.parallelism, config.tokens.batch_accumulation_per_replica
+    layout, counts = config.parallelism, {config.tokens.batch_accumulation_per_replica}
     found = [f"{key}: {text}" for rule in RULES for key, text in rule.ask(config)]
-    return found + find_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches)
+    for microbatches in counts.union(config.ramp_microbatches.values()):
+        found += find_problems(layout.pp_engine, layout.pp, layout.pp_virtual_stages, microbatches)
+    return found
 
 
 def written(change: Change) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,16 @@ class Planner:
             for pp_rank in range(schedule.ranks)
         ]
         return self._assembled(config, timeline, chunks, states, ranks)
+
+    def ramp(self, config: Config) -> list[tuple[int, Plan]]:
+        """What the run's first steps are while its batch grows (tokens.batch_ramp): (steps, the plan of each)."""
+        found, at_once = [], config.tokens.micro_batch_size * config.parallelism.dp
+        for steps, samples in config.batches(config.tokens.train_steps):
+            if samples < config.global_batch_size:
+                smaller = deepcopy(config)
+                smaller.tokens.batch_accumulation_per_replica = samples // at_once
+                found.append((steps, self.plan(smaller)))
+        return found
 
     def memories(self, config: Config) -> list[RankMemory]:
         """The memory of every pipeline rank."""

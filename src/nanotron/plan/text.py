@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 SHOWN = 6  # pipeline ranks; of more, the ends and the worst
 
 
-def plan_text(plan: Plan) -> str:
-    """Everything about one layout."""
-    blocks = [_heading(plan), _memory(plan), _traffic(plan), _time(plan), [_verdict(plan)]]
+def plan_text(plan: Plan, ramp: Sequence[tuple[int, Plan]] = ()) -> str:
+    """Everything about one layout; ``ramp``: (steps, the plan of each) before the batch has its size."""
+    blocks = [_heading(plan, ramp), _memory(plan), _traffic(plan), _time(plan, ramp), [_verdict(plan)]]
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -76,7 +76,7 @@ def _cut(layout: ParallelismArgs) -> str:
     return f"{ranks} {'a' if layout.cp_mode == 'ALL_TO_ALL' else 'g'}" if ranks > 1 else "1"
 
 
-def _heading(plan: Plan) -> list[str]:
+def _heading(plan: Plan, ramp: Sequence[tuple[int, Plan]]) -> list[str]:
     config, layout, cluster = plan.config, plan.config.parallelism, plan.cluster
     nodes = -(-layout.world_size // cluster.per_node)
     tokens = config.tokens
@@ -87,9 +87,19 @@ def _heading(plan: Plan) -> list[str]:
         f"{layout}, zero stage {config.optimizer.zero_stage}{recompute}",
         f"{config.global_batch_size} samples of {tokens.sequence_length} tokens per step:"
         f" {tokens.batch_accumulation_per_replica} micro-batches of {tokens.micro_batch_size} on each replica",
+        *(_smaller(steps, smaller) for steps, smaller in ramp),
         *_sharing(config),
         *_experts(plan),
     ]
+
+
+def _smaller(steps: int, plan: Plan) -> str:
+    """Steps of the ramp, and what is slow in them."""
+    batch, count = plan.config.global_batch_size, plan.config.tokens.batch_accumulation_per_replica
+    return (
+        f"before them {steps} steps of {batch}: {count} micro-batches, {_seconds(plan.step_seconds)} each"
+        f" (bubble {plan.bubble:.1%}), {human_format(plan.tokens_per_second)} tokens/s"
+    )
 
 
 def _sharing(config: Config) -> list[str]:
@@ -173,10 +183,12 @@ def _traffic(plan: Plan) -> list[str]:
     return lines if keys else ["one rank: nothing is sent"]
 
 
-def _time(plan: Plan) -> list[str]:
+def _time(plan: Plan, ramp: Sequence[tuple[int, Plan]]) -> list[str]:
     config = plan.config
-    tokens = config.global_batch_size_in_tokens * config.tokens.train_steps
-    run_seconds = plan.step_seconds * config.tokens.train_steps
+    steps = config.tokens.train_steps
+    tokens = config.samples_by(steps) * config.tokens.sequence_length
+    run_seconds = plan.step_seconds * (steps - sum(of_ramp for of_ramp, _ in ramp))
+    run_seconds += sum(of_ramp * smaller.step_seconds for of_ramp, smaller in ramp)
     hours = run_seconds / 3600 * config.parallelism.world_size
     windowed = ", at S·W in windows" if config.model.model_config.sliding_window_size else ""
     active = ", of experts those that a token uses" if config.model.model_config.sparse_layers else ""
@@ -187,7 +199,7 @@ def _time(plan: Plan) -> list[str]:
         f"model FLOPs {human_format(plan.model_flops)} per step, attention at full S²{windowed}{active}",
         f"throughput  {human_format(plan.tokens_per_second)} tokens/s, "
         f"{human_format(plan.tokens_per_second / config.parallelism.world_size)} per device, MFU {plan.mfu:.1%}",
-        f"whole run   {human_format(tokens)} tokens in {config.tokens.train_steps} steps:"
+        f"whole run   {human_format(tokens)} tokens in {steps} steps:"
         f" {human_duration(run_seconds)}, {human_format(hours)} device-hours",
     ]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -68,14 +68,23 @@ def health(run: RunFiles) -> Iterator[tuple[str, bool]]:
             yield f"… and {len(lines) - MOST_LINES} more like the last", True
     if not (failures or bad or spikes):
         yield "no failure, no loss spike, every loss and gradient norm finite", False
-    layouts = [(row["step"], row[LAYOUT]) for row in run.rows if LAYOUT in row]
-    for (_, before), (step, after) in pairwise(layouts):
-        yield f"from step {step} on: {after}; before: {before}", False
+    yield from ((line, False) for line in _changes((row["step"], row[LAYOUT]) for row in run.rows if LAYOUT in row))
+    taken = [(row["step"], row["consumed_samples"]) for row in run.rows if row.get("consumed_samples") is not None]
+    start = [(0, 0)] if taken[:1] and taken[0][0] == 1 else []
+    sizes = ((step, f"{now - before} samples a step") for (_, before), (step, now) in pairwise([*start, *taken]))
+    yield from ((line, False) for line in islice(_changes(sizes), MOST_LINES))
     yield from expert_lines(run.expert_loads)
     looks = (SLOWEST_RANK, SLOWEST_RANK_MS, MEDIAN_RANK_MS)
     slow = [row for row in run.rows if all(row.get(key) is not None for key in looks)]
     if slow:
         yield _slowest(slow), False
+
+
+def _changes(found: Iterable[tuple[int, str]]) -> Iterator[str]:
+    """A line for each step with something else than the step before."""
+    for (_, before), (step, after) in pairwise(found):
+        if after != before:
+            yield f"from step {step} on: {after}; before: {before}"
 
 
 def _slowest(rows: list[dict[str, Any]]) -> str:
