@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanotron.config import BatchRampArgs
 from nanotron.data.feed import Feed
 from nanotron.data.sources.documents import HubDataset, open_hub_dataset
 from nanotron.data.sources.stream import DocumentStream, EndOfData
@@ -286,9 +287,10 @@ def test_a_stream_that_may_not_repeat_and_fills_no_step_is_refused():
         global_tokens(config, 1)
 
 
-def read_in_replica(rank, world, axes, documents):
+def read_in_replica(rank, world, axes, documents, first_step=8):
     """This rank's rows of two steps, how many documents it read, and whether the data's end came to it."""
     config = config_for({"python": f"{EXAMPLES}:counting", "arguments": {"documents": documents}}, dp=2, repeat=False)
+    config.tokens.batch_ramp = [BatchRampArgs(global_batch_size=first_step, steps=1)]
     mesh = Mesh(axes, rank)
     mesh.create_groups(rows=True)
     feed = Feed(config, mesh, device=torch.device("cpu"))
@@ -311,3 +313,6 @@ def test_one_rank_of_each_replica_reads_a_stream_and_all_get_its_rows_and_its_en
         assert ended
         assert rows == [row for number, row in enumerate(reference) if number % 8 // 4 == dp]
     assert [reads for *_, reads in results] == [True, True, False, False]
+    for dp, rows, ended, _ in pool.run(4, read_in_replica, axes, 4, 4):  # a first step of 4 rows
+        assert ended
+        assert rows == reference[2 * dp : 2 * dp + 2] + reference[4 + 4 * dp : 8 + 4 * dp]
