@@ -269,6 +269,7 @@ def optimizer_cases() -> list[Case]:
         Case(dp=2, ep=2, tp=2, optimizer="muon", zero_stage=1, experts=8, router="shared", dtype="float64"),
         Case(dp=4, ep=2, optimizer="muon", zero_stage=1, experts=8, router="grouped", dtype="float64"),
         Case(tp=2, optimizer="muon", family="deepseek_v3", dtype="float64", experts=8),
+        *(Case(dp=3, tp=2, pp=2, rows=1, optimizer="muon", zero_stage=zero, dtype="float64") for zero in range(4)),
         *(Case(dp=4, dp_shard=2, rows=1, optimizer="muon", zero_stage=zero, dtype="float64") for zero in (2, 3)),
         Case(dp=2, tp=2, mup=True, zero_stage=1, tp_mode="REDUCE_SCATTER"),
     ]
