@@ -30,8 +30,12 @@ STALE = "run: python tools/write_reference.py"
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 WORLD = {
+    "config_135m.yaml": 8,
+    "config_1b.yaml": 8,
     "config_3d.yaml": 8,
+    "config_8b.yaml": 64,
     "config_long_context.yaml": 2,
+    "config_moe.yaml": 8,
     "config_tiny_llama.yaml": 8,
     "config_tiny_moe.yaml": 8,
     "config_tiny_muon.yaml": 4,
