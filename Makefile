@@ -31,15 +31,27 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "nanotron needs Python 3.10 or newer: make PYTHON=python3.12")'
 	@test -x $(BIN)/pip || { echo "making .venv with $(PYTHON)" && $(PYTHON) -m venv .venv; }
 	@echo "installing the $$(grep -vc '^#' requirements.lock) packages of requirements.lock into .venv, once: minutes, most of them torch's"
-	@$(PIP) -r requirements.lock
+	@$(BIN)/python tools/install.py requirements.lock
 	@echo "installing nanotron itself into .venv, as it lies here (pip install -e .)"
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
+define TRY
+Three things to try next:
+  more of it, from a prompt of yours:
+    $(BIN)/nanotron generate $(RUN) --prompt "class " --temperature 0.6
+  the run as a page, $(RUN)/report.html:
+    $(BIN)/nanotron report $(RUN)
+  a model that has read more, with a live display while it learns:
+    $(BIN)/nanotron train $(CONFIG) --override tokens.train_steps=400 --override checkpoints.checkpoints_path=runs/longer
+endef
+export TRY
+
 train: setup
 	$(BIN)/nanotron tokenize --stdlib
 	$(BIN)/torchrun --nproc_per_node=8 run_train.py --config-file $(CONFIG)
-	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --max-new-tokens 64 --temperature 0.8 --top-k 50
+	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --max-new-tokens 128 --temperature 0.6 --top-k 50
+	@printf '\n%s\n' "$$TRY"
 
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
