@@ -50,7 +50,7 @@ export TRY
 train: setup
 	$(BIN)/nanotron tokenize --stdlib
 	$(BIN)/torchrun --nproc_per_node=8 run_train.py --config-file $(CONFIG)
-	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --max-new-tokens 128 --temperature 0.6 --top-k 50
+	$(BIN)/nanotron generate $(RUN) --prompt "$(PROMPT)" --max-new-tokens 120 --temperature 0.6 --top-k 50
 	@printf '\n%s\n' "$$TRY"
 
 test: setup

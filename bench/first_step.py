@@ -30,7 +30,7 @@ from bench.report import Spread
 
 RANKS = 8
 EXAMPLE = "examples/config_tiny_llama.yaml"
-DATA = ROOT / "data" / "stdlib-bpe4096"
+DATA = ROOT / "data" / "python-bpe4096"
 LIMIT_S = 600.0
 ENTRY = "bench.peers.torchtitan_train"
 
@@ -63,8 +63,10 @@ class Failed(Exception):
 
 
 def overrides(steps: int, folder: Path) -> list[str]:
-    """The example, shorter, and in a folder of its own."""
+    """The example, shorter, in a folder of its own, with AdamW and torchtitan's batch."""
     changed = {
+        "tokens.batch_accumulation_per_replica": 4,
+        "optimizer.optimizer_factory": "{name: adamW}",
         "tokens.train_steps": steps,
         "checkpoints.checkpoints_path": folder,
         "logging.iteration_step_info_interval": 1,

@@ -7,7 +7,6 @@ A config can be written by hand as well; a script is handy for sweeps. Edit, run
 from pathlib import Path
 
 from nanotron.config import (
-    AdamWOptimizerArgs,
     CheckpointsArgs,
     Config,
     GeneralArgs,
@@ -15,6 +14,7 @@ from nanotron.config import (
     LoggingArgs,
     LRSchedulerArgs,
     ModelArgs,
+    MuonOptimizerArgs,
     OptimizerArgs,
     ParallelismArgs,
     RandomInit,
@@ -40,18 +40,18 @@ config = Config(
     general=GeneralArgs(project="tiny_llama", run="tiny_llama_%date_%jobid"),
     parallelism=ParallelismArgs(dp=2, tp=2, pp=2, pp_engine="1f1b", tp_mode="ALL_REDUCE"),
     model=ModelArgs(model_config=model_config, init_method=RandomInit(std=0.02), dtype="float32"),
-    tokens=TokensArgs(sequence_length=128, micro_batch_size=4, batch_accumulation_per_replica=4, train_steps=60),
+    tokens=TokensArgs(sequence_length=128, micro_batch_size=4, batch_accumulation_per_replica=2, train_steps=128),
     optimizer=OptimizerArgs(
         zero_stage=1,
         weight_decay=0.1,
         clip_grad=1.0,
-        optimizer_factory=AdamWOptimizerArgs(adam_beta1=0.9, adam_beta2=0.95),
+        optimizer_factory=MuonOptimizerArgs(adam_learning_rate=6e-3),
         learning_rate_scheduler=LRSchedulerArgs(
-            learning_rate=3e-3, lr_warmup_steps=4, lr_decay_style="cosine", min_decay_lr=3e-4
+            learning_rate=0.02, lr_warmup_steps=8, lr_decay_style="cosine", min_decay_lr=0
         ),
     ),
-    checkpoints=CheckpointsArgs(checkpoints_path="runs/tiny_llama", checkpoint_interval=60),
-    logging=LoggingArgs(tensorboard=True),
+    checkpoints=CheckpointsArgs(checkpoints_path="runs/tiny_llama", checkpoint_interval=128),
+    logging=LoggingArgs(tensorboard=True, iteration_step_info_interval=4),
 )
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from bench.shapes import Shape
 
 
 def tiny_llama() -> CPUTrainer.Config:
-    """The model, batch and layout of examples/config_tiny_llama.yaml, but for the tied head, which it cannot cut."""
+    """What first_step trains of examples/config_tiny_llama.yaml, but for the tied head, which it cannot cut."""
     shape = Shape(
         hidden_size=128,
         intermediate_size=384,

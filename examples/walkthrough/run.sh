@@ -18,7 +18,7 @@ nanotron tokenize --stdlib
 nanotron train "$here/pretrain.yaml" --plain "$@"
 
 say "2. go on with other data, the pages of this project: two tensor-parallel ranks"
-nanotron tokenize "$here/../../docs" --tokenizer data/stdlib-bpe4096 --output data/walkthrough/prose --workers 1
+nanotron tokenize "$here/../../docs" --tokenizer data/python-bpe4096 --output data/walkthrough/prose --workers 1
 nanotron train "$here/continue.yaml" --plain "$@"
 
 say "3. fine-tune on a hundred sums: two pipeline stages"

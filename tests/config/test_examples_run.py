@@ -35,7 +35,7 @@ def test_there_is_a_small_example() -> None:
 
 @pytest.mark.parametrize("file", SMALL, ids=lambda file: file.name)
 def test_a_small_example_trains(file: Path, tmp_path: Path) -> None:
-    corpus = f"{{corpus: stdlib, folder: {ROOT / 'data' / 'stdlib-bpe4096'}}}"  # prepared once for all tests
+    corpus = f"{{corpus: stdlib, folder: {ROOT / 'data' / 'python-bpe4096'}}}"  # prepared once for all tests
     overrides = [
         *(f"parallelism.{axis}=1" for axis in ("dp", "context_parallel_size", "expert_parallel_size", "tp", "pp")),
         *(["parallelism.dp_shard=1"] if check(file).parallelism.dp_shard else []),
@@ -75,7 +75,7 @@ def test_an_example_says_what_its_plan_says(file: Path) -> None:
 def run(folder: Path, *command: object) -> str:
     """Run a script in a folder with the prepared corpus; what it printed."""
     (ROOT / "data").mkdir(exist_ok=True)
-    os.symlink(ROOT / "data" / "stdlib-bpe4096", folder / "data" / "stdlib-bpe4096")
+    os.symlink(ROOT / "data" / "python-bpe4096", folder / "data" / "python-bpe4096")
     done = subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

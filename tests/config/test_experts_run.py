@@ -19,7 +19,7 @@ checkpoints:
   save_initial_state: false
 data_stages:
 - data:
-    dataset: {{corpus: stdlib, folder: {ROOT / "data" / "stdlib-bpe4096"}}}
+    dataset: {{corpus: stdlib, folder: {ROOT / "data" / "python-bpe4096"}}}
     num_loading_workers: 0
     seed: 42
   name: Stable Training Stage

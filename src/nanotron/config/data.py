@@ -54,7 +54,9 @@ class EmbeddedCorpusArgs:
 
     corpus: Literal["stdlib"] = required("Name of the embedded corpus.", example="stdlib")
     folder: PathOrUrl = key(
-        "data/stdlib-bpe4096", "Folder that it is prepared in, once; relative to the working directory.", min_length=1
+        "data/python-bpe4096",
+        "Folder that it is prepared in, once; relative to the working directory.",
+        min_length=1,
     )
 
 
