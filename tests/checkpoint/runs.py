@@ -12,6 +12,7 @@ import torch
 from nanotron.checkpoint.read import load
 from nanotron.checkpoint.write import Saver
 from nanotron.config import Config, get_config_from_dict
+from nanotron.data.tokenize.prepare import may_stream
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
 from nanotron.training.topology import has_owners, mesh_axes, parameter_specs
@@ -79,7 +80,7 @@ def mesh_of(config: Config, rank: int) -> Mesh:
     """A rank's mesh with the groups that a run creates."""
     mesh = Mesh(mesh_axes(config), rank)
     reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
-    mesh.create_groups(reductions, owners=has_owners(config))
+    mesh.create_groups(reductions, rows=may_stream(config), owners=has_owners(config))
     return mesh
 
 

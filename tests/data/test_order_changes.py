@@ -30,7 +30,7 @@ def plain(dataset, *, sequence_length=8, stage=None, **data):
 
 
 def changes(saved, now, *, begun=160, is_stream=False):
-    lines = order_changes(saved, now, {"first": 0, "a": begun}, {"a": {}} if is_stream else {})
+    lines = order_changes(saved, now, {"first": 0, "a": begun}, {"a": {}} if is_stream else {}, {})
     return [line.removesuffix(", 160 samples into stage 'a'") for line in lines]
 
 

@@ -69,7 +69,7 @@ def test_a_range_before_the_position_may_not_change_and_one_after_it_may() -> No
         return make_config(data_stages=[stage(None, name="a", skip_samples=list(ranges))]).to_dict()
 
     def changes(saved: dict, now: dict) -> list[str]:
-        return order_changes(saved, now, {"a": 20}, {})
+        return order_changes(saved, now, {"a": 20}, {}, {})
 
     assert changes(plain(), plain([20, 30], [40, 50])) == []
     assert changes(plain([5, 10]), plain([5, 10], [25, 50])) == []

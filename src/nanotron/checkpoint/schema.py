@@ -34,6 +34,14 @@ class Written(TypedDict):
     version: Version
 
 
+class Rollback(TypedDict):
+    """That the run went back from a step to a checkpoint, and what each stage leaves out since."""
+
+    step: Count
+    bad_step: Count
+    left_out: dict[str, tuple[Count, Count]]
+
+
 class State(TypedDict, total=False):
     """state.json: an imported model's has no position, so only the step is always there."""
 
@@ -45,6 +53,7 @@ class State(TypedDict, total=False):
     data: dict[str, list[dict[str, Any]]]
     optimizer_updates: Annotated[Number, Field(ge=0)]
     lr: Number | None
+    rollbacks: list[Rollback]
 
 
 class SavedData(TypedDict, total=False):

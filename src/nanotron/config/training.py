@@ -289,8 +289,21 @@ class OptimizerArgs:
     groups: list[ParameterGroupArgs] = key(
         None, "Parameters with settings of their own; of several groups that match one, the last counts.", factory=list
     )
-    on_nan: Lower[Literal["stop", "skip"]] = key(
-        "stop", "What to do with a step whose gradient is not finite: stop the run, or leave that update out."
+    on_nan: Lower[Literal["stop", "skip", "rollback"]] = key(
+        "stop",
+        "What to do with a step whose loss or gradient is not finite: stop the run, leave that update out, or go back"
+        " to the last checkpoint and leave out what was read since.",
+    )
+    on_spike: Lower[Literal["warn", "rollback"]] = key(
+        "warn",
+        "What to do at a loss spike, far above the median of the last 50 losses (docs/monitoring.md has the rule): say"
+        " so, or go back too.",
+    )
+    max_rollbacks: Int = key(
+        3,
+        "How often a run may go back by itself, all its starts together; after that a step that is not finite stops it,"
+        " and a loss spike is but told.",
+        gt=0,
     )
 
     def __post_init__(self) -> None:

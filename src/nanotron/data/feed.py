@@ -9,7 +9,7 @@ Legend of shapes: b micro_batch_size, s the stage's sequence length.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -79,10 +79,12 @@ class Feed:
         *,
         device: torch.device,
         state: Mapping[str, Any] | None = None,
+        left_out: Mapping[str, Sequence[Sequence[int]]] | None = None,
     ) -> None:
         """`state` is the state.json of the checkpoint to go on from: what `state_dict` gave, and `data`, fingerprints.
 
-        What it says of stages that the config does not have is kept: they may come back.
+        What it says of stages that the config does not have is kept: they may come back. `left_out`: by stage, ranges
+        of samples that are skipped beside the config's.
         """
         self._device = device
         self._micro_batch_size = config.tokens.micro_batch_size
@@ -91,7 +93,8 @@ class Feed:
         self._validation_batches = config.tokens.limit_val_batches
         self._cut = ContextCut(mesh, config.parallelism.cp_mode)
         self._document_masking = bool(getattr(config.model.model_config, "_use_doc_masking", False))
-        self._stages = build_stages(config)
+        self._stages = build_stages(config, left_out or {})
+        self.skips = {scheduled.name: scheduled.stage.skips for scheduled in self._stages}
         self._check_sizes()
         self._log_shares()
         state = state or {}

@@ -62,16 +62,21 @@ class ScheduledStage:
     """Of the config: `data_stages[0]`."""
 
 
-def build_stages(config: Config) -> list[ScheduledStage]:
-    """Open every stage's sources, in order of start."""
+def build_stages(config: Config, left_out: Mapping[str, Sequence[Sequence[int]]]) -> list[ScheduledStage]:
+    """Open every stage's sources, in order of start; ``left_out``: by stage, what is skipped beside what it says."""
     vocab_size = model_vocab_size(config)
     ordered = sorted(enumerate(config.data_stages), key=lambda numbered: numbered[1].start_training_step)
-    return [_build_stage(config, stage, f"data_stages[{number}]", vocab_size) for number, stage in ordered]
+    return [
+        _build_stage(config, stage, f"data_stages[{number}]", vocab_size, left_out.get(stage.name, ()))
+        for number, stage in ordered
+    ]
 
 
-def _build_stage(config: Config, args: DatasetStageArgs, key: str, vocab_size: int) -> ScheduledStage:
+def _build_stage(
+    config: Config, args: DatasetStageArgs, key: str, vocab_size: int, left_out: Sequence[Sequence[int]]
+) -> ScheduledStage:
     opener = StageOpener(config, args, args.sequence_length or config.tokens.sequence_length, vocab_size)
-    skips, validation = Skips(args.data.skip_samples), None
+    skips, validation = Skips([*args.data.skip_samples, *left_out]), None
     with at_key(f"{key}.data.dataset"):
         stage = opener.stage(args.data.dataset, args.name, repeat=args.data.repeat, skips=skips)
     if args.validation is not None:

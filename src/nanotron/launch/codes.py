@@ -12,7 +12,7 @@ INTERNAL_ERROR = 1
 USER_MISTAKE = 2
 """One line per mistake was printed, no traceback."""
 STOPPED_BY_NAN = 4
-"""``optimizer.on_nan: stop`` met a loss or gradient that is not finite."""
+"""A loss or gradient is not finite, and ``optimizer.on_nan`` is ``stop``, or ``rollback`` and that is used up."""
 PREEMPTED = 75
 """Told to stop, and a complete checkpoint was saved: start again to go on."""
 PREEMPTED_UNSAVED = 76

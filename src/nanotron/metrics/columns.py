@@ -3,6 +3,9 @@
 LAYOUT = "layout"
 """In the first row, and in those from which on it is another one."""
 
+ROLLED_BACK_FROM, ROLLBACKS, ROLLBACK_LOST_S = "rolled_back_from", "rollbacks", "rollback_lost_s"
+"""In the first row after the run went back: from which step, the how-manieth time, and how much time was lost."""
+
 UNIX_S = "unix_s"
 TIME_MS = "time_per_iteration_ms"
 VALIDATION_MS, SAVING_MS = "validation_ms", "saving_ms"

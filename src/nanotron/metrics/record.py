@@ -14,6 +14,7 @@ from nanotron.metrics.columns import (
     FULLEST_RANK_GIB,
     LAYOUT,
     MEDIAN_RANK_MS,
+    ROLLBACK_LOST_S,
     SLOWEST_HOST,
     SLOWEST_RANK,
     SLOWEST_RANK_MS,
@@ -75,14 +76,17 @@ class Metrics:
         device: torch.device,
         start_step: int = 0,
         hosts: Sequence[str] = (),
+        first_row: Row | None = None,
     ) -> None:
-        """``hosts``: each rank's, on rank 0."""
+        """``hosts``: each rank's, on rank 0. ``first_row``: further columns of the first row."""
         self._config, self._mesh, self._device = config, mesh, device
         self._first_step = start_step + 1
         self._left, self._since_line = TimeLeft(), _Work()
         self._peak_flops = _peak_flops(device, str(config.model.dtype))
         self._failing: set[Sink] = set()
-        self._spikes = LossSpikes()
+        self.spikes = LossSpikes()
+        """Those so far; on rank 0."""
+        self._of_first_row = first_row or {}
         self._experts: ExpertUse | None = None
         self._hosts, self._slowest, self._slowest_since, self._goodput = hosts, -1, 0, Goodput()
         self._layout, self._layout_before = layout_text(mesh.layout()), ""
@@ -96,7 +100,7 @@ class Metrics:
             else:  # of an earlier run in this folder
                 (run_dir / LOADS_FILE).unlink(missing_ok=True)
             for row in read_rows(run_dir / "metrics.jsonl"):  # a resumed run warns as one that never stopped
-                self._spikes.add(row["step"], row["lm_loss"], row.get("stage", ""))
+                self.spikes.add(row["step"], row["lm_loss"], row.get("stage", ""))
                 self._layout_before = row.get(LAYOUT, self._layout_before)
                 self._goodput.add(row)
 
@@ -117,6 +121,8 @@ class Metrics:
             row[LAYOUT] = self._layout_before = self._layout
         if SLOWEST_RANK in row:
             row |= self._straggler(step, int(row[SLOWEST_RANK]))
+        if step == self._first_step:
+            row |= self._of_first_row
         row[UNIX_S] = time.time()
         self._goodput.add(row)
         for sink in self._sinks:
@@ -131,7 +137,7 @@ class Metrics:
             self._since_line = _Work()
         if SLOWEST_RANK in row:
             logger.info(work_line(row, self._mesh))
-        spike = self._spikes.add(step, float(row["lm_loss"]), str(row["stage"]))
+        spike = self.spikes.add(step, float(row["lm_loss"]), str(row["stage"]))
         if spike is not None:
             first = row.get("first_sample")
             logger.warning(str(spike) if first is None else f"{spike}; its first sample is {first} of its data stage")
@@ -153,10 +159,13 @@ class Metrics:
         for line in experts.collapses:
             logger.warning(line)
 
-    def close(self) -> None:
-        """Say how much of the time was of use; flush and close every sink."""
+    def say_goodput(self) -> None:
+        """Say how much of the time was of use."""
         if goodput := str(self._goodput):
             logger.info(f"goodput: {goodput}")
+
+    def close(self) -> None:
+        """Flush and close every sink."""
         for sink in [*self._sinks, *([self._experts.file] if self._experts else [])]:
             self._attempt(sink, sink.close)
 
@@ -239,7 +248,8 @@ class Goodput:
             return
         seconds, self._ended = row[TIME_MS] / 1e3, row[UNIX_S]
         self._steps_s += seconds
-        self._began = self._ended - seconds if self._began is None else self._began
+        if self._began is None:
+            self._began = self._ended - seconds - row.get(ROLLBACK_LOST_S, 0.0)  # of steps that left no row
 
     def __str__(self) -> str:
         """`87.5% of 3h 12m`; nothing before the first step."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from statistics import median
 from typing import NamedTuple
 
@@ -32,10 +33,15 @@ class Spike(NamedTuple):
 class LossSpikes:
     """Watches the losses of a run in order of step."""
 
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=WINDOW)
-        self._high: list[float] = []
-        self._stage: str | None = None
+    def __init__(self, recent: Iterable[float] = (), high: Iterable[float] = (), stage: str | None = None) -> None:
+        """What ``state`` gave, to go on from there."""
+        self._recent: deque[float] = deque(recent, maxlen=WINDOW)
+        self._high = list(high)
+        self._stage = stage
+
+    def state(self) -> tuple[list[float], list[float], str | None]:
+        """All that decides whether the next loss is a spike."""
+        return list(self._recent), self._high, self._stage
 
     def add(self, step: int, loss: float | None, stage: str) -> Spike | None:
         """Take the next loss; a spike if one begins here. Its further steps are part of it."""

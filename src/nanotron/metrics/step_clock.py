@@ -61,7 +61,12 @@ class StepClock:
     """Cuts the time of a run into its steps."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._began = device, Moment(device)
+        self._device = device
+        self.begin()
+
+    def begin(self) -> None:
+        """Let the next step begin now."""
+        self._began = Moment(self._device)
         self._apart: list[tuple[str, Moment, Moment]] = []
 
     @contextmanager

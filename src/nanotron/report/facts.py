@@ -12,6 +12,9 @@ from nanotron.metrics.columns import (
     APART,
     LAYOUT,
     MEDIAN_RANK_MS,
+    ROLLBACK_LOST_S,
+    ROLLBACKS,
+    ROLLED_BACK_FROM,
     SLOWEST_HOST,
     SLOWEST_RANK,
     SLOWEST_RANK_MS,
@@ -68,6 +71,9 @@ def health(run: RunFiles) -> Iterator[tuple[str, bool]]:
             yield f"… and {len(lines) - MOST_LINES} more like the last", True
     if not (failures or bad or spikes):
         yield "no failure, no loss spike, every loss and gradient norm finite", False
+    for row in (row for row in run.rows if ROLLED_BACK_FROM in row):
+        lost = human_duration(row[ROLLBACK_LOST_S])
+        yield f"rollback {row[ROLLBACKS]}: from step {row[ROLLED_BACK_FROM]} to {row['step'] - 1}, {lost} lost", True
     yield from ((line, False) for line in _changes((row["step"], row[LAYOUT]) for row in run.rows if LAYOUT in row))
     taken = [(row["step"], row["consumed_samples"]) for row in run.rows if row.get("consumed_samples") is not None]
     start = [(0, 0)] if taken[:1] and taken[0][0] == 1 else []

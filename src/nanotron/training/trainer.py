@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,7 @@ from nanotron.logging import get_logger
 from nanotron.metrics.columns import SAVING_MS, VALIDATION_MS
 from nanotron.metrics.profiler import profiled
 from nanotron.metrics.record import Metrics
+from nanotron.metrics.sinks import Row
 from nanotron.metrics.step_clock import StepClock, StepTime
 from nanotron.ops.fused import seconds_compiling
 from nanotron.optim.lr import learning_rate
@@ -39,6 +40,7 @@ from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.evaluate import validation_loss
 from nanotron.training.host_copy import HostCopy
 from nanotron.training.init_or_resume import StartingPoint, checkpoint_to_resume, init_or_resume, settle_compile
+from nanotron.training.rollback import Harm, Rollbacks
 from nanotron.training.step import Training
 
 if TYPE_CHECKING:
@@ -77,13 +79,20 @@ def train(
     before_training()
     if config.model.compile:
         logger.info("compiling in the first step, and again where sequences become longer or shorter")
-    feed = _open_feed(config, mesh, device, start, store, allow_data_change=allow_data_change)
     hosts: list[str] = []  # rank 0's only
     agreement = Agreement("hosts", mesh.rank, mesh.world, store, timeout_s=config.general.timeout_s)
     agreement.decide("host", socket.gethostname(), hosts.extend)
-    folder = run_directory(config)
-    open_metrics = partial(Metrics, config, mesh, folder, device=device, start_step=start.step, hosts=hosts)
-    metrics = on_rank_0("metrics", open_metrics, config, mesh, store) or open_metrics()
+    rollbacks = Rollbacks(config, start.state)
+
+    def open_at(start: StartingPoint, first_row: Row | None = None) -> tuple[Feed, Metrics]:
+        left_out = rollbacks.left_out
+        feed = _open_feed(config, mesh, device, start, store, left_out, allow_data_change=allow_data_change)
+        folder, told = run_directory(config), {"hosts": hosts, "first_row": first_row}
+        open_metrics = partial(Metrics, config, mesh, folder, device=device, start_step=start.step, **told)
+        metrics = on_rank_0("metrics", open_metrics, config, mesh, store) or open_metrics()
+        rollbacks.watch_after(metrics.spikes, mesh, store)
+        return feed, metrics
+
     checkpoints = config.checkpoints
     path, copy_to = config.checkpoint_places
     saver = Saver(
@@ -97,17 +106,21 @@ def train(
         last_complete=start.step or None,
         timeout_s=config.general.timeout_s,
     )
-    run = Run(config, mesh, training, feed, metrics, saver, StepClock(device), step=start.step)
+    run = Run(config, mesh, training, *open_at(start), saver, StepClock(device), rollbacks, step=start.step)
     try:
         profiler = profiled(config.profiler, mesh.rank, run_directory(config))
         if config.profiler is not None and config.profiler.pipeline_trace is not None:
             steps = config.profiler.pipeline_trace.steps
             run.traced = recorder(training.pipeline, mesh, steps, run_directory(config) / "traces")
         with stoppable(run.stop, run.where), _located(run), profiler as run.after_step:
-            return run.to_the_end()
+            while isinstance(end := run.to_the_end(), Harm):
+                start = rollbacks.go_back(end, training, mesh, store, run.feed.skips)
+                run.feed, run.metrics = open_at(start, rollbacks.row(run.seconds_since_save()))
+                run.begin_at(start.step)
+            return end
     finally:
-        feed.close()
-        metrics.close()
+        run.metrics.say_goodput()
+        run.close()
 
 
 def _open_feed(
@@ -116,18 +129,20 @@ def _open_feed(
     device: torch.device,
     start: StartingPoint,
     store: Store | None,
+    left_out: Mapping[str, Sequence[Sequence[int]]],
     *,
     allow_data_change: bool,
 ) -> Feed:
-    """The data from where the run starts on, the same for every rank.
+    """The data from where the run starts on, the same for every rank. ``left_out``: by stage, ranges of samples.
 
     Raises ConfigError where it is not, or would not go on as the checkpoint's did.
     """
     allowed: list[str] = []
     if start.state is not None and start.config is not None:
-        changes = order_changes(start.config, config.to_dict(), start.state["consumed"], start.state["streams"])
+        consumed, streams = start.state["consumed"], start.state["streams"]
+        changes = order_changes(start.config, config.to_dict(), consumed, streams, left_out)
         allowed += check_data(changes, allow_change=allow_data_change)
-    feed = Feed(config, mesh, device=device, state=start.state)
+    feed = Feed(config, mesh, device=device, state=start.state, left_out=left_out)
     agreement = Agreement("data", mesh.rank, mesh.world, store, timeout_s=config.general.timeout_s)
     if problems := data_disagreements(agreement, feed.fingerprints()):
         raise ConfigError(problems)
@@ -145,7 +160,8 @@ class _Made(NamedTuple):
     step: int
     word: ControlWord
     data: StepData
-    consumed_samples: int
+    consumed: dict[str, int]
+    """Samples of each stage."""
     consumed_tokens: int
     val_loss: HostCopy | None
     time: StepTime
@@ -162,6 +178,7 @@ class Run:
     metrics: Metrics
     saver: Saver
     clock: StepClock
+    rollbacks: Rollbacks
     step: int
     """Steps made so far."""
     preempted: bool = False
@@ -170,11 +187,26 @@ class Run:
     """What the making of a step, given by its number, happens in."""
 
     def __post_init__(self) -> None:
-        self._unread: deque[_Made] = deque()
-        self._last_saved = self.step
-        self._last_save_time = time.monotonic()
         self._seconds_compiling = 0.0
         self._told_of_no_targets = False
+        self.begin_at(self.step)
+
+    def begin_at(self, step: int) -> None:
+        """Go on from the checkpoint of a step, or from the beginning, 0."""
+        self.step = self._last_saved = step
+        self._unread: deque[_Made] = deque()
+        self._harm: Harm | None = None
+        self._last_save_time = time.monotonic()
+        self.clock.begin()
+
+    def seconds_since_save(self) -> float:
+        """Since the last checkpoint was begun, or the run went on from one."""
+        return time.monotonic() - self._last_save_time
+
+    def close(self) -> None:
+        """Let go of the data and of the files of metrics."""
+        self.feed.close()
+        self.metrics.close()
 
     def stop(self) -> None:
         """Ask for a save and the end of the run, after the step that follows this one at the latest; any thread may."""
@@ -185,8 +217,11 @@ class Run:
         action = self.training.pipeline.current_action
         return {"stage": self.mesh.coord("pp"), "step": self.step + 1, "action": action}
 
-    def to_the_end(self) -> int:
-        """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code."""
+    def to_the_end(self) -> int | Harm:
+        """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code.
+
+        Or the step that the run is to go back from: then nothing is in flight, and all is closed but the checkpoints.
+        """
         if self.config.checkpoints.save_initial_state and self.step == 0:
             self._save()
         while self.step < self.config.tokens.last_step:
@@ -199,21 +234,25 @@ class Run:
             outcomes = self._read(keep=0 if self._save_is_due() else 1)
             if any(outcome.save or outcome.stop for outcome in outcomes):
                 outcomes += self._read()
-            if not all(outcome.finite for outcome in outcomes) and self.config.optimizer.on_nan == "stop":
-                return self._stopped_by_nan()
+            if (end := self._ends_badly(outcomes)) is not None:
+                return end
             wanted = self._save_is_due() or any(outcome.save for outcome in outcomes)
             if wanted and outcomes[-1].finite:  # this step's own: it has been read when a save is wanted
                 self._save()
             if any(outcome.stop for outcome in outcomes):
                 return self._end(preempted=True)
-        if not all(outcome.finite for outcome in self._read()) and self.config.optimizer.on_nan == "stop":
-            return self._stopped_by_nan()
-        return self._end(preempted=False)
+        end = self._ends_badly(self._read())
+        return self._end(preempted=False) if end is None else end
 
-    def _stopped_by_nan(self) -> int:
-        """End without a save: the last checkpoint is of a step whose loss and gradient were finite."""
+    def _ends_badly(self, outcomes: Sequence[Outcome]) -> int | Harm | None:
+        """End without a save where a step did harm: the last checkpoint is of one that did none."""
+        goes_on = self.config.optimizer.on_nan == "skip" or all(outcome.finite for outcome in outcomes)
+        if goes_on and self._harm is None:
+            return None
         self.saver.wait()
-        return codes.STOPPED_BY_NAN
+        if self._harm is not None:
+            self.close()
+        return self._harm or codes.STOPPED_BY_NAN
 
     def _make(self, data: StepData) -> None:
         """One step: the update itself, and what is to be told of it once its control word is read."""
@@ -225,9 +264,9 @@ class Run:
         if self.config.model.compile:
             self._tell_compiling()
         self.after_step()
-        samples, tokens = sum(self.feed.consumed.values()), self.feed.consumed_tokens
+        consumed, tokens = dict(self.feed.consumed), self.feed.consumed_tokens
         val_loss = self._validate()
-        self._unread.append(_Made(self.step, word, data, samples, tokens, val_loss, self.clock.step_ends()))
+        self._unread.append(_Made(self.step, word, data, consumed, tokens, val_loss, self.clock.step_ends()))
         self._tell_failed_saves()
 
     def _tell_failed_saves(self) -> None:
@@ -256,7 +295,7 @@ class Run:
 
     def _minutes_are_over(self) -> bool:
         minutes = self.config.checkpoints.interval_minutes
-        return minutes is not None and time.monotonic() - self._last_save_time > 60 * minutes
+        return minutes is not None and self.seconds_since_save() > 60 * minutes
 
     def _read(self, keep: int = 0) -> list[Outcome]:
         """Read the control words of all but the last ``keep`` steps, which a device is busy with, and log those."""
@@ -265,6 +304,7 @@ class Run:
             made = self._unread.popleft()
             outcome = made.word.read()
             outcomes.append(outcome)
+            self._harm = self._harm or self.rollbacks.harm(made.step, outcome, made.data.stage, made.consumed)
             self._log(made, outcome)
         return outcomes
 
@@ -278,7 +318,7 @@ class Run:
             "lr": self._learning_rate(made.step),
             "num_samples": made.data.num_samples,
             "num_tokens": made.data.num_tokens,
-            "consumed_samples": made.consumed_samples,
+            "consumed_samples": sum(made.consumed.values()),
             "consumed_tokens": made.consumed_tokens,
             "stage": made.data.stage,
             "first_sample": made.data.first_sample,
@@ -293,8 +333,8 @@ class Run:
                 f"step {made.step}: no token of its batch is a target, so its loss is 0 and it teaches nothing (said "
                 "once); prompts without completions, or with theirs beyond tokens.sequence_length, have none"
             )
-        if not outcome.finite:
-            policy = "stopping" if self.config.optimizer.on_nan == "stop" else "its update was left out"
+        if not outcome.finite and self._harm is None:
+            policy = "its update was left out" if self.config.optimizer.on_nan == "skip" else "stopping"
             logger.warning(
                 f"step {made.step}: loss {outcome.lm_loss} or gradient norm {outcome.grad_norm} is not finite; "
                 f"{policy} (optimizer.on_nan: {self.config.optimizer.on_nan})"
@@ -316,6 +356,7 @@ class Run:
         return {
             "step": self.step,
             **self.feed.state_dict(),
+            "rollbacks": self.rollbacks.record,
             "optimizer_updates": float(self.training.optimizer.updates),
             "lr": self._learning_rate(self.step) if self.step else None,
             "data": self.feed.fingerprints(),

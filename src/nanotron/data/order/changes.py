@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanotron.data.order.blend import round_weights
@@ -15,12 +15,16 @@ FREE = {"dataset_weights", "dataset_processing_num_proc_per_process", "dataset_o
 
 
 def order_changes(
-    saved: Mapping[str, Any], now: Mapping[str, Any], consumed: Mapping[str, int], streams: Mapping[str, Any]
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    consumed: Mapping[str, int],
+    streams: Mapping[str, Any],
+    left_out: Mapping[str, Sequence[Sequence[int]]],
 ) -> list[str]:
     """One line per key that differs between two resolved configs and decides the order of a stage that was begun.
 
-    `consumed` and `streams` are the checkpoint's samples and positions per stage. What files hold is not asked here:
-    fingerprints tell.
+    `consumed` and `streams` are the checkpoint's samples and positions per stage, `left_out` the ranges that the run
+    skips beside the configs'. What files hold is not asked here: fingerprints tell.
     """
     saved_stages = {stage["name"]: stage for stage in saved.get("data_stages", [])}
     lines = []
@@ -29,9 +33,10 @@ def order_changes(
         if not consumed.get(name) or name not in saved_stages:
             continue
         seeded = name not in streams or stage["data"].get("shuffle_block") is not None
-        end = Skips(saved_stages[name]["data"].get("skip_samples", ())).end(consumed[name])
+        also = left_out.get(name, ())
+        end = _skips(saved_stages[name], also).end(consumed[name])
         before, after = (
-            _decisive(one, config.get("tokens", {}).get("sequence_length"), end, seeded=seeded)
+            _decisive(one, config.get("tokens", {}).get("sequence_length"), end, also, seeded=seeded)
             for one, config in ((saved_stages[name], saved), (stage, now))
         )
         for key in sorted(before.keys() | after.keys()):
@@ -46,7 +51,18 @@ def order_changes(
     return lines
 
 
-def _decisive(stage: Mapping[str, Any], sequence_length: int | None, end: int, *, seeded: bool) -> dict[str, Any]:
+def _skips(stage: Mapping[str, Any], left_out: Sequence[Sequence[int]]) -> Skips:
+    return Skips([*stage["data"].get("skip_samples", ()), *left_out])
+
+
+def _decisive(
+    stage: Mapping[str, Any],
+    sequence_length: int | None,
+    end: int,
+    left_out: Sequence[Sequence[int]],
+    *,
+    seeded: bool,
+) -> dict[str, Any]:
     """What decides the order of a stage: the value of each key, named from the stage on.
 
     Of samples to skip, those before `end`, the position: what is left out after it is not decided yet.
@@ -57,7 +73,7 @@ def _decisive(stage: Mapping[str, Any], sequence_length: int | None, end: int, *
         "sequence_length": stage.get("sequence_length") or sequence_length,
         "data.shuffle_block": data.get("shuffle_block"),
         WEIGHTS: dataset.get("dataset_weights"),
-        "data.skip_samples": Skips(data.get("skip_samples", ())).before(end),
+        "data.skip_samples": _skips(stage, left_out).before(end),
     }
     if seeded:
         facts["data.seed"] = data["seed"]
