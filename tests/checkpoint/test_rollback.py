@@ -86,6 +86,11 @@ def poisoned_values(
     arguments: dict[str, Any] = {"bad": [], "kind": kind}
     dataset = {"python": f"{source}:{data}", "arguments": arguments}
     values["data_stages"][0]["data"] = {"dataset": dataset, "seed": 5, "skip_samples": list(skip)}
+    if "tokens__val_check_interval" in changes:
+        no_harm = {"python": f"{source}:rows", "arguments": {"bad": [], "kind": kind}}
+        values["data_stages"][0]["validation"] = no_harm
+        values["tokens"]["limit_val_batches"] = 1
+        values["model"]["model_config"]["num_hidden_layers"] = 2  # so few that what validation gathered is still there
     arguments["bad"] = list(bad) if data == "stream" else rows_of(values, bad)
     return values
 
@@ -114,8 +119,8 @@ LEFT_OUT = [4 * SAMPLES, 7 * SAMPLES]
 LAYOUTS: list[tuple[tuple[int, int, int], dict[str, Any]]] = [
     ((1, 1, 1), {}),
     ((1, 1, 1), {"data": "stream", "model__dtype": "bfloat16"}),
-    ((2, 1, 1), {"optimizer__zero_stage": 3}),
-    ((2, 1, 2), {"data": "stream"}),
+    ((2, 1, 1), {"model__dtype": "bfloat16"}),
+    ((2, 1, 2), {"data": "stream", "optimizer__zero_stage": 3, "tokens__val_check_interval": 1}),
     ((1, 2, 1), {"model__dtype": "bfloat16", "optimizer__optimizer_factory": {"name": "muon"}}),
 ]
 
@@ -142,10 +147,14 @@ def test_a_run_goes_back_and_is_the_one_without_the_samples_read_since_also_resu
 
 def test_another_layout_goes_on_without_them(pool: Pool, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
+    bad = [BAD, 11 * SAMPLES]  # the second of the new step 9
     for folder in (one, other):
-        assert poisoned_run(0, 1, poisoned_values(folder, bad=[BAD], tokens__stop_after=8)) == codes.DONE
-    assert poisoned_run(0, 1, poisoned_values(one, bad=[BAD])) == codes.DONE
-    assert pool.run(2, poisoned_run, poisoned_values(other, (2, 1, 1), bad=[BAD])) == [codes.DONE] * 2
+        assert poisoned_run(0, 1, poisoned_values(folder, bad=bad, tokens__stop_after=8)) == codes.DONE
+    assert poisoned_run(0, 1, poisoned_values(one, bad=bad)) == codes.DONE
+    assert pool.run(2, poisoned_run, poisoned_values(other, (2, 1, 1), bad=bad)) == [codes.DONE] * 2
+    for folder in (one, other):
+        left_out = [rollback["left_out"]["only"] for rollback in rollbacks_of(folder / str(STEPS))]
+        assert left_out == [LEFT_OUT, [11 * SAMPLES, 12 * SAMPLES]]
     assert first_samples(other) == first_samples(one)
     losses = [[row["lm_loss"] for row in metrics_of(folder)] for folder in (one, other)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

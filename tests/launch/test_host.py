@@ -8,15 +8,22 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from nanotron.launch import codes, host
-from nanotron.launch.failures import STACK_SIGNAL, first_of, stacks_on_record
+from nanotron.launch import watch as watch_module
+from nanotron.launch.failures import STACK_SIGNAL, first_of, read_failures, stacks_on_record
 from nanotron.launch.host import Workers, exit_code, start_workers, watch_workers
 from nanotron.launch.parent import closing_lines
+from nanotron.launch.peers import Peers
+from nanotron.launch.place import Place
+from nanotron.launch.roll import Roll
+from nanotron.launch.run import _record_failure
+from nanotron.launch.watch import Watch
 
 
 def run(entry: Callable[[Sequence[str]], int], world: int, *argv: str, stop_grace_s: float = 20.0) -> Workers:
@@ -185,6 +192,53 @@ def abort_while_another_rank_is_blocked(argv: Sequence[str]) -> int:
             libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.abort, None)
         time.sleep(60)
     return 0
+
+
+def abort_unless_the_watch_is_first(argv: Sequence[str]) -> int:
+    """Rank 1 never joins what the others wait for, deep in calls that only a watchdog would end."""
+    from torch.distributed import TCPStore
+
+    place = Place.from_environment(os.environ)
+    peers = Peers(place)
+    peers.roll = Roll(TCPStore(place.address, place.port, is_master=False), place.rank, place.world)
+    watch = Watch(place, peers)
+    watch.beat_within(0.8, timeout_s=2.0)
+    watch.record = partial(_record_failure, run_dir=Path(argv[0]), peers=peers)
+    watch.begin()
+    with watch.training(lambda: None, lambda: {"stage": 0, "step": 3}, grace_s=60):
+        if place.rank == 1:
+            be_stuck()
+        threading.Timer(ABORT_S, os.abort).start()
+        waits = compile("import time; time.sleep(60)", "/x/nanotron/parallel/comm.py", "exec")
+        exec(waits, {})
+    return 0
+
+
+def be_stuck() -> None:
+    time.sleep(60)
+
+
+ABORT_S = 20.0
+
+
+def test_a_rank_that_lives_and_does_not_go_on_is_on_record_with_its_stack_before_any_watchdog_aborts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch_module, "LOOK_S", 0.05)
+    workers = run(abort_unless_the_watch_is_first, 3, str(tmp_path))
+    assert [status for _, (status, _) in sorted(workers.ended.items())] == [codes.INTERNAL_ERROR] * 3
+    first = first_of(read_failures(tmp_path))
+    assert first is not None
+    assert (first.rank, first.kind) == (1, "stuck")
+    assert first.where.keys() >= {"stage", "step", "at"}
+    assert "in be_stuck" in first.traceback
+    *_, last = closing_lines(exit_code(workers), workers, tmp_path, [])
+    assert last.startswith(f"failed first: rank 1 on {first.host} (stage 0, step 3, at ")
+    assert "lives, but did not go on: all others waited for 2 s" in last
+    said = capfd.readouterr().err
+    assert said.count("all ranks have waited 2 s for rank 1:") == 1
+    assert "in be_stuck" in said
+    assert "failed first: rank 0" not in said
 
 
 def abort_on_rank_one(argv: Sequence[str]) -> int:

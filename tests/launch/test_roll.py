@@ -25,9 +25,11 @@ def failure(rank: int, kind: str) -> Failure:
     return Failure(rank, kind, f"{kind} of {rank}", 1000.0, "host")
 
 
-def claims(world: int, failures: list[Failure], living: list[int]) -> list[tuple[Failure, list[int] | None]]:
+def claims(
+    world: int, failures: list[Failure], living: list[int], store: LocalStore | None = None
+) -> list[tuple[Failure, list[int] | None]]:
     """What each failing rank comes to, while the watches of the living ones answer the roll."""
-    store, over = LocalStore(), threading.Event()
+    store, over = store or LocalStore(), threading.Event()
 
     def answer(rank: int) -> None:
         roll = Roll(store, rank, world)
@@ -59,6 +61,16 @@ def test_a_rank_that_does_not_answer_is_named_by_those_that_waited_for_it_and_no
 def test_among_ranks_that_all_answer_those_that_have_not_failed_are_behind() -> None:
     for _, silent in claims(3, [failure(0, "timeout"), failure(2, "timeout")], living=[1]):
         assert silent == [1]
+
+
+def test_of_ranks_that_have_not_failed_yet_one_that_waits_too_is_not_to_blame() -> None:
+    store = LocalStore()
+    for rank, waits in ((0, True), (1, True), (2, False), (3, True)):
+        Roll(store, rank, 4).beat(Beat(1, "there", "data/feed.py:7 _wait", waits, {"step": 3}))
+    for first, silent in claims(4, [failure(0, "timeout")], living=[1, 2, 3], store=store):
+        assert (first.rank, first.kind, first.host, silent) == (2, "stuck", "there", [])
+        assert first.where == {"step": 3, "at": "data/feed.py:7 _wait"}
+        assert first.error == "lives, but did not go on: rank 0 waited in vain (timeout of 0)"
 
 
 class HangingStore(LocalStore):
@@ -115,9 +127,9 @@ def test_whoever_gives_no_sign_of_life_is_found_with_those_that_fell_silent_besi
 def test_a_rank_that_gives_no_sign_of_life_is_the_first_failure_and_told_by_one_rank() -> None:
     store = LocalStore()
     rolls = [Roll(store, rank, 3) for rank in range(2)]
-    assert not rolls[0].has_lost()
+    assert rolls[0].lost() is None
     assert rolls[0].tell_lost(failure(2, "lost"))
     assert not rolls[1].tell_lost(failure(0, "lost"))
-    assert rolls[1].has_lost()
+    assert rolls[1].lost() == failure(2, "lost")
     first, silent = claimed(rolls[1], failure(1, "peer"))
     assert (first.rank, first.kind, silent) == (2, "lost", [])

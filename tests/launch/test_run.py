@@ -239,6 +239,41 @@ def test_a_killed_rank_is_named_in_the_last_line(folder: Path) -> None:
     assert errors.splitlines()[-1].startswith("failed first: rank 1 on ")
 
 
+ENDLESS = """
+import os, time
+
+class rows:
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        self.given = getattr(self, "given", 0) + 1
+        while os.environ["RANK"] == "1" and self.given > 8:
+            time.sleep(0.01)
+        return [index % 64] * 17
+"""
+
+
+def test_a_rank_whose_data_never_comes_is_named_with_its_last_action_and_stack_and_not_those_that_wait(
+    folder: Path,
+) -> None:
+    (folder / "data.py").write_text(ENDLESS)
+    config = CONFIG.replace("timeout_s: 30", "timeout_s: 4, heartbeat_s: 0.8")
+    config = config.replace("dataset: null", "dataset: {python: 'data.py:rows'}")
+    (folder / "tiny.yaml").write_text(config.replace("train_steps: 3", "train_steps: 1000"))
+    done = train(folder)
+    assert done.returncode == codes.INTERNAL_ERROR
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"failed first: rank 1 on \S+ \(stage 0, step \d+, action idle, at data/feed\.py:\d+ _wait\)", last)
+    assert "lives, but did not go on: " in last
+    assert "failed first: rank 0" not in done.stderr
+    assert "all ranks have waited 2 s for rank 1:\nrank 0 on " in done.stderr
+    record = json.loads((folder / "run/failures/rank-1.json").read_text())
+    assert record["kind"] == "stuck"
+    assert "thread data_0:" in record["traceback"]
+    assert "in __getitem__" in record["traceback"]
+
+
 def test_the_ranks_save_and_end_when_their_parent_is_killed(folder: Path) -> None:
     process = start_long_run(folder)
     ranks = children(process.pid)

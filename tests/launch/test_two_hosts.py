@@ -31,9 +31,10 @@ PORT = 29510
 SCRIPT = Path(__file__).parents[1] / "torture" / "trapped.py"
 
 
-def launch(folder: Path, machine: Machine, *options: str, config: str = "x.yaml") -> Command:
-    """Start torchrun on a host, as somebody would by hand."""
+def launch(folder: Path, machine: Machine, *options: str, own_folder: Path | None = None) -> Command:
+    """Start torchrun on a host, as somebody would by hand; ``own_folder`` is one that the host does not share."""
     environment = {"NETNS": machine.name, "HOST": machine.name, "GLOO_SOCKET_IFNAME": machine.interface}
+    environment |= {} if own_folder is None else {"OWN_FOLDER": str(own_folder)}
     environment |= {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int("--nnodes=1:2" in options))}
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESS}:{PORT}", "--rdzv-id=x", "--shutdown-timeout=60"]
     number = int(machine.interface[-1])
@@ -41,7 +42,7 @@ def launch(folder: Path, machine: Machine, *options: str, config: str = "x.yaml"
         f"--local-addr=10.77.0.{1 + number}",
         f"--rdzv-conf=is_host={1 - number},join_timeout=300,last_call_timeout=15",
     ]
-    command = (*rendezvous, *options, SCRIPT, "--config-file", config)
+    command = (*rendezvous, *options, SCRIPT, "--config-file", "x.yaml")
     return Command(folder, SCRIPT, "torchrun", *command, environment=environment)
 
 
@@ -156,6 +157,52 @@ def test_whatever_befalls_a_host_is_named_in_seconds_and_the_run_goes_on_to_the_
     assert done.wait() == codes.DONE, done.communicate()
     assert metrics_of(hurt / "run") == metrics_of(plain / "run")
     assert different(hurt / "run" / str(STEPS), plain / "run" / str(STEPS)) == []
+
+
+EIGHT = ("--nnodes=2", "--nproc_per_node=4")
+
+
+@pytest.mark.nightly
+def test_eight_ranks_over_two_hosts_lose_one_and_go_on_to_the_last_bit(tmp_path: Path) -> None:
+    for name in ("hurt", "plain"):
+        (tmp_path / name).mkdir()
+        config = values(tmp_path / name, parallelism__dp=2, tokens__train_steps=12)
+        config["tokens"] |= {"micro_batch_size": SAMPLES // 4, "batch_accumulation_per_replica": 2}
+        (tmp_path / name / "x.yaml").write_text(yaml.safe_dump(config))
+    hurt, plain = tmp_path / "hurt", tmp_path / "plain"
+    with two_machines() as machines:
+        with running(hurt, machines, 5, *EIGHT) as hosts:
+            began = time.monotonic()
+            kill(machines)
+            said, _ = ended(hosts, machines, began)
+            assert "failed first: rank " in said, said
+            assert hosts[0].wait() == 1
+        for host in [launch(hurt, machine, *EIGHT) for machine in machines]:
+            assert host.wait() == codes.DONE, host.communicate()
+    done = Command(plain, "train", "x.yaml")
+    assert done.wait() == codes.DONE, done.communicate()
+    assert metrics_of(hurt / "run") == metrics_of(plain / "run")
+    assert different(hurt / "run" / "12", plain / "run" / "12") == []
+
+
+@pytest.mark.nightly
+def test_a_folder_that_hosts_do_not_share_is_one_line_before_training(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(values(tmp_path)))
+    with two_machines() as machines:
+        own = [None, tmp_path / "run"]
+        hosts = [
+            launch(tmp_path, machine, *NODES, own_folder=folder) for machine, folder in zip(machines, own, strict=True)
+        ]
+        said = "".join("".join(host.communicate()) for host in hosts)
+    lines = [line for line in said.splitlines() if line.startswith("checkpoints.checkpoints_path=")]
+    path = f"checkpoints.checkpoints_path={tmp_path / 'run'}"
+    assert lines == [
+        f"{path} is not one folder for all ranks: rank 2 does not see what rank 0 writes; use a shared file system or"
+        " an object store"
+    ], said
+    assert "Traceback" not in said
+    assert num_steps(tmp_path) == 0
 
 
 @pytest.mark.nightly

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from nanotron.launch import codes
+from nanotron.launch.watch import waits_at
 
+PACKAGE = Path(codes.__file__).parents[1]
 BEGINNING = """
 import ctypes, os, signal, sys, time
 from nanotron.launch import watch as module
@@ -140,7 +145,7 @@ module.LAST_WORDS_S = 0.3
 store = LocalStore()
 peers, watch = watched()
 peers.roll, other = Roll(store, 0, 2), Roll(store, 1, 2)
-watch.record = lambda why: print(why) or 1
+watch.record = lambda failure: print(failure.error) or 1
 watch.begin()
 with watch.training(lambda: None, grace_s=60):
     {happens}
@@ -181,6 +186,23 @@ def test_a_rank_whose_peer_gives_no_sign_of_life_says_where_all_were_and_ends() 
     assert why == "rank 1 gave no sign of life"
     assert silent == "rank 1 on there, last heard of: step 7, at ops/x.py:1 f"
     assert other.startswith("rank 0 on ")
+
+
+def test_wherever_the_sources_wait_for_other_ranks_the_watch_takes_a_rank_for_waiting() -> None:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                calls = [ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)]
+                if any(
+                    re.fullmatch(r"(self\._)?work\.wait|(torch\.distributed|dist)\.(all_|reduce|broadcast).*", c)
+                    for c in calls
+                ):
+                    found.add((name, function.name))
+    ours = {(file, name) for file, name in found if not file.startswith(("generate/", "plan/"))}
+    assert {("optim/buckets.py", "wait"), ("data/replica.py", "share"), ("parallel/comm.py", "all_reduce_")} <= ours
+    assert [place for place in ours if not waits_at(*place)] == []
 
 
 def test_a_rank_that_reaches_no_store_is_on_the_machine_that_is_cut_off() -> None:

@@ -9,7 +9,8 @@ TRAP says what, as JSON:
     note                 the file that is told the process ids of all ranks first
     patches              constants for the whole launch: {"nanotron.launch.host:END_GRACE_S": 0.5}
 
-NETNS names the network namespace that it happens in, HOST the host that a rank takes it for.
+NETNS names the network namespace that it happens in, HOST the host that a rank takes it for, OWN_FOLDER a folder that
+this host does not share with others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CLONE_NEWNET = 0x40000000  # of Linux
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000  # of Linux
+MS_REC_PRIVATE = 0x4000 | 1 << 18
 
 
 def find(place: str) -> tuple[Any, str]:
@@ -71,9 +73,24 @@ def enter(name: str) -> None:
         raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
+def hide(folder: str) -> None:
+    """Put an empty file system in the place of a folder, for this process and its children alone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    target = os.fsencode(folder)
+    for failed in (
+        libc.unshare(CLONE_NEWNS),
+        libc.mount(None, b"/", None, MS_REC_PRIVATE, None),
+        libc.mount(b"tmpfs", target, b"tmpfs", 0, None),
+    ):
+        if failed:
+            raise OSError(ctypes.get_errno(), f"no folder of its own at {folder}")
+
+
 if __name__ == "__main__":
     if "NETNS" in os.environ:
         enter(os.environ.pop("NETNS"))
+    if "OWN_FOLDER" in os.environ:
+        hide(os.environ.pop("OWN_FOLDER"))
     if "TRAP" in os.environ:
         arm(json.loads(os.environ["TRAP"]))
     if sys.argv[1:2] == ["nanotron"]:

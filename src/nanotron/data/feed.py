@@ -108,6 +108,8 @@ class Feed:
         self._replica = self._resume_streams(mesh)
         workers = max(stage.data.num_loading_workers for stage in config.data_stages)
         self._steps_ahead = 0 if workers == 0 else max(_LEAST_STEPS_AHEAD, workers)
+        self.validation_batch: int | None = None
+        """The one that was given last, from 1; None while there is no validation."""
         self._loads: deque[_Load] = deque()
         # A stream's rows have to be read in order: by one thread.
         num_threads = 1 if self._replica is not None else max(1, workers)
@@ -215,7 +217,9 @@ class Feed:
             with at_key(f"{scheduled.key}.validation"):
                 windows = scheduled.validation.rows(first, max(0, min(count, num_rows - first)))
             windows += [empty_window(scheduled.sequence_length)] * (count - len(windows))
+            self.validation_batch = 1 + first // self._global_batch
             yield [self._batch(part) for part in self._collate(windows)]
+        self.validation_batch = None
 
     def _active(self, n: int) -> ScheduledStage:
         return [scheduled for scheduled in self._stages if scheduled.start <= n][-1]

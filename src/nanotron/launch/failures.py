@@ -8,6 +8,7 @@ can say anything. What is left then is ``failures/rank-N.stack``, by the signal'
     kind      own      raised by this rank's own work                       first of all, by time
               killed   ended by a signal (only the parent can tell)         alike
               lost     gives no sign of life (another rank tells)           alike
+              stuck    lives, and does not go on (another rank tells)       then
               timeout  waited too long for a peer                           then the rank that is furthest behind
               peer     lost its connection to a peer                        last
 """
@@ -33,7 +34,7 @@ from pydantic import TypeAdapter
 from nanotron.parallel.store import LostPeers, LostStore
 from nanotron.untrusted import checked, parse_json
 
-KINDS = ("own", "killed", "lost", "timeout", "peer")
+KINDS = ("own", "killed", "lost", "stuck", "timeout", "peer")
 STACK_SIGNAL = signal.SIGQUIT
 """A rank that gets it prints the stack of each of its threads and goes on."""
 SOURCE_LINE = re.compile(r"\[\S+\.(cc|cpp|h):\d+\] ")  # of torch's own sources

@@ -8,6 +8,8 @@
     failure/of/<rank>      that rank has failed, and says so
     failure/silent         the ranks that said nothing when the first failure's rank called the roll, as JSON
 
+A rank that others waited for until they gave up, though it lives, is ``stuck``: one of them tells so in its place.
+
 Every call ends within seconds, also when the store is out of reach: whoever asks here is about to leave.
 """
 
@@ -42,19 +44,27 @@ class Beat:
         return f"{what}, " * bool(what) + ("waits at " if self.waits else "at ") + self.at
 
 
+def stuck(rank: int, beat: Beat, why: str) -> Failure:
+    """That a rank did not go on, as another one tells it."""
+    return Failure(
+        rank, "stuck", f"lives, but did not go on: {why}", host=beat.host, where={**beat.where, "at": beat.at}
+    )
+
+
 class Pulse:
     """Which of some ranks have given no sign of life for too long, as one of them sees it."""
 
     def __init__(self, ranks: Sequence[int], silence_s: float) -> None:
         self._ranks, self.silence_s = ranks, silence_s
-        self._beats: dict[int, Beat] = {}
+        self.beats: dict[int, Beat] = {}
+        """The last ones seen."""
         self._new_at: dict[int, float] = {}  # rank -> when its beat was last seen to be another one, monotonic
 
     def look(self, roll: Roll) -> dict[int, float]:
         """Rank -> seconds of its silence, when one is silent for too long: of all that are for half of that."""
-        now, before = time.monotonic(), self._beats
-        self._beats = roll.beats(self._ranks)
-        for rank, beat in self._beats.items():
+        now, before = time.monotonic(), self.beats
+        self.beats = roll.beats(self._ranks)
+        for rank, beat in self.beats.items():
             if rank not in before or beat.count != before[rank].count:
                 self._new_at[rank] = now
         silences = {rank: now - at for rank, at in self._new_at.items() if now - at > self.silence_s / 2}
@@ -103,11 +113,15 @@ class Roll:
     def tell_lost(self, lost: Failure) -> bool:
         """Tell the failure of a rank that cannot; whether this rank was the first to do so."""
         told = json.dumps(asdict(lost))
-        return self._store.compare_set("failure/lost", "", told) == told.encode()
+        return self._store.compare_set(f"failure/{lost.kind}", "", told) == told.encode()
 
-    def has_lost(self) -> bool:
-        """Whether some rank was found to give no sign of life."""
-        return self._store.check(["failure/lost"])
+    def lost(self) -> Failure | None:
+        """What was told of a rank that gives no sign of life, or does not go on."""
+        kinds = [kind for kind in ("lost", "stuck") if self._store.check([f"failure/{kind}"])]
+        return self._told(kinds[0]) if kinds else None
+
+    def _told(self, kind: str) -> Failure:
+        return Failure(**json.loads(self._store.get(f"failure/{kind}")))
 
     def failed(self) -> bool:
         """Whether some other rank has failed: the run cannot go on."""
@@ -126,15 +140,27 @@ class Roll:
         if failure.kind in ("peer", "timeout"):
             time.sleep(CLAIM_WAIT_S)
         kind = next(kind for kind in KINDS if self._store.check([f"failure/{kind}"]))
-        first = Failure(**json.loads(self._store.get(f"failure/{kind}")))
+        first = self._told(kind)
         if first.kind not in ("peer", "timeout"):
             return first, []
         if first.rank == self._rank:
             self._wait(lambda: not self.silent(), ROLL_WAIT_S)
-            self._store.set("failure/silent", json.dumps(self.silent() or self._without("failure/of")))
+            silent = self.silent()
+            if not silent and first.kind == "timeout":
+                self._blame_busy(first)
+            self._store.set("failure/silent", json.dumps(silent or self._without("failure/of")))
         self._wait(lambda: self._store.check(["failure/silent"]), ROLL_WAIT_S + CLAIM_WAIT_S)
+        if self._store.check(["failure/stuck"]):
+            return self._told("stuck"), []
         silent = json.loads(self._store.get("failure/silent")) if self._store.check(["failure/silent"]) else []
         return first, silent
+
+    def _blame_busy(self, waited: Failure) -> None:
+        """Of ranks that live and have not failed, tell of the first that does not wait itself, if one does not."""
+        beats = self.beats(range(self._world))
+        busy = [rank for rank in self._without("failure/of") if rank in beats and not beats[rank].waits]
+        if busy:
+            self.tell_lost(stuck(busy[0], beats[busy[0]], f"rank {waited.rank} waited in vain ({waited.error})"))
 
     def _without(self, what: str) -> list[int]:
         keys = {rank: f"{what}/{rank}" for rank in range(self._world)}

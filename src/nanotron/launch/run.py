@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 MEETING_S = 600.0  # for ranks to meet where a config is too wrong to say
+RECORD_WAIT_S = 5.0
 ALONE_WAIT_S = 5.0  # for the launcher to end this rank, as it does when rank 0 found the same mistake
 SAVE_MARGIN_S = 30.0  # beyond checkpoints.preempt_grace_s, for a rank to end after its last save
 
@@ -120,7 +121,7 @@ def run_train(argv: Sequence[str] | None = None) -> int:
         return _train(config, peers.leave_spares(world), peers, watch, notices, allow_data_change=allowed)
 
     if config is not None:
-        watch.beat_within(config.general.heartbeat_s)
+        watch.beat_within(config.general.heartbeat_s, config.general.timeout_s)
     watch.begin()
     return _to_the_end(work, None if config is None else run_directory(config), place, peers, watch)
 
@@ -154,7 +155,7 @@ def checked_config(config_file: str, overrides: Sequence[str], *, world: int | N
 def _to_the_end(work: Callable[[], int], run_dir: Path | None, place: Place, peers: Peers, watch: Watch) -> int:
     """Call ``work`` and end: cleanly with the code that it returns, or with a record of what failed."""
     record = partial(_record_failure, run_dir=run_dir, peers=peers)
-    watch.record = lambda why: record(Failure(place.rank, "peer", why))
+    watch.record = record
     try:
         code = work()
         watch.end(code)
@@ -230,11 +231,12 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         keep_freed_memory()
         keep_few_shapes(os.environ)
     if place.world > 1:
+        timeout = timedelta(seconds=general.timeout_s)
         if backend == "gloo":
             schedule_as_batch()
         else:
             record_collectives(os.environ, run_directory(config))
-        timeout = timedelta(seconds=general.timeout_s)
+            timeout += timedelta(seconds=general.heartbeat_s)  # its watchdog lets no rank say anything: ours is first
         peers.gather(backend, device, timeout)
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
         reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
@@ -256,11 +258,9 @@ def _record_failure(failure: Failure, run_dir: Path | None, peers: Peers) -> int
         return codes.USER_MISTAKE
     if peers.roll is not None:  # it may be a while until the verdict
         complain(failure)
-    try:
-        if run_dir is not None:
-            write_failure(run_dir, failure)
-    except OSError as error:  # a full disk may be what failed
-        complain(f"rank {failure.rank}'s failure is not on record ({error})")
+    writing = threading.Thread(target=_write_record, args=(failure, run_dir), daemon=True)
+    writing.start()
+    writing.join(RECORD_WAIT_S)  # a file system that hangs may be what failed
     first, silent = claimed(peers.roll, failure)
     if first.rank == failure.rank:
         complain(failure.traceback, end="")
@@ -268,6 +268,14 @@ def _record_failure(failure: Failure, run_dir: Path | None, peers: Peers) -> int
     complain(line)
     tell_torchrun(line, first, failure)
     return codes.INTERNAL_ERROR
+
+
+def _write_record(failure: Failure, run_dir: Path | None) -> None:
+    try:
+        if run_dir is not None:
+            write_failure(run_dir, failure)
+    except OSError as error:  # a full disk may be what failed
+        complain(f"rank {failure.rank}'s failure is not on record ({error})")
 
 
 def _who_left(leaving: SystemExit) -> str:

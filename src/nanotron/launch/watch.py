@@ -12,7 +12,7 @@ it waits for them through the store.
 The thread also gives signs of life, with the place where the main thread is, and looks for those of others: rank 0 for
 everyone's, everyone for rank 0's. A process that is stopped or frozen gives none, and nothing else tells of a link that
 is down. A rank that cannot reach the store for as long is on the machine that is cut off: it ends, and its launcher,
-which would wait a quarter of an hour, with it.
+which would wait a quarter of an hour, with it. Rank 0 also looks for one that lives and does not go on (standstill.py).
 
 The thread learns of a signal through a pipe that the interpreter's own handler writes to, so it hears of it also while
 the main thread is in a call that would hear nothing.
@@ -20,6 +20,7 @@ the main thread is in a call that would hear nothing.
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -27,8 +28,10 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -38,15 +41,29 @@ from nanotron.launch.alike import named
 from nanotron.launch.failures import Failure
 from nanotron.launch.peers import Peers
 from nanotron.launch.place import Place
-from nanotron.launch.roll import Beat, Pulse, Roll
+from nanotron.launch.roll import Beat, Pulse, Roll, stuck
 from nanotron.launch.signals import forget_stop_signals
+from nanotron.launch.standstill import Standstill
 from nanotron.parallel.store import LostPeers, LostStore
 
 LOOK_S = 1.0
 BEATS = 4  # signs of life in general.heartbeat_s
 SHOWN = 32  # ranks whose last actions are printed; all of them are on record
 LAUNCHER_END_S = 2.0
-WAITING = ("parallel/", "pipeline/transport.py", "launch/peers.py")
+WAITING = (
+    "parallel/",
+    "pipeline/transport.py",
+    "launch/peers.py",
+    "data/replica.py",
+    "training/host_copy.py",  # for a device, and so for what other ranks send it
+    "metrics/step_clock.py",
+)
+WAITING_THERE = {
+    ("optim/buckets.py", "wait"),
+    ("optim/sharding.py", "_wait"),
+    ("training/diagnostics.py", "__torch_dispatch__"),
+}
+"""File and function: where the main thread waits for other ranks, beside those files."""
 LAST_WORDS_S = 10.0  # for ranks to answer the roll, and for this one to notice by itself that others are gone
 
 
@@ -55,7 +72,7 @@ class Watch:
 
     def __init__(self, place: Place, peers: Peers) -> None:
         self._peers = peers
-        self.record: Callable[[str], int] = lambda why: codes.INTERNAL_ERROR
+        self.record: Callable[[Failure], int] = lambda failure: codes.INTERNAL_ERROR
         """Puts on record why this rank is ended, says it, and returns the exit code."""
         self._world, self._num_nodes = place.world, place.num_nodes
         self._rank, self._launcher = place.rank, os.getppid() if place.launched else None
@@ -69,7 +86,8 @@ class Watch:
         self._where: Callable[[], dict[str, Any]] = dict
         self._heartbeat_s, self._next_beat, self._num_beats = 10.0, 0.0, 0
         self._heard_at = self._looked_at = time.monotonic()  # from the store; at whether others live
-        self._is_cut_off = False
+        self._is_cut_off = self._is_stuck = False
+        self._timeout_s, self._standstill, self._told_standstill = math.inf, Standstill(), False
         self._pulse = Pulse(range(place.world) if place.rank == 0 else [0], 2 * self._heartbeat_s)
         self._lock = threading.Lock()  # of the phase: nobody is ended while it becomes another one
         self._signals = _hear_signals()
@@ -81,9 +99,9 @@ class Watch:
         """From here on a signal to stop ends this rank at once, also one that came before."""
         self._enter("starting")
 
-    def beat_within(self, heartbeat_s: float) -> None:
-        """Let signs of life be as frequent as the config says."""
-        self._heartbeat_s = heartbeat_s
+    def beat_within(self, heartbeat_s: float, timeout_s: float = math.inf) -> None:
+        """Let signs of life be as frequent as the config says, and nobody be waited for longer than it says."""
+        self._heartbeat_s, self._timeout_s = heartbeat_s, timeout_s
         self._pulse.silence_s = 2 * heartbeat_s
 
     @property
@@ -136,8 +154,9 @@ class Watch:
             if ends:
                 if self._is_cut_off:
                     self._peers.forget()
-                    threading.Timer(LAST_WORDS_S, leave_now, [codes.INTERNAL_ERROR]).start()  # its disk may be, too
-                code = self.record(lost)
+                if self._is_cut_off or self._is_stuck:  # so may be what its files are on
+                    threading.Timer(LAST_WORDS_S, leave_now, [codes.INTERNAL_ERROR]).start()
+                code = self.record(self._failure(lost))
                 if self._is_cut_off and self._launcher is not None:
                     _end_launcher(self._launcher)
                 leave_now(codes.PREEMPTED_UNSAVED if self._told else code)
@@ -183,11 +202,15 @@ class Watch:
             roll.beat(Beat(self._num_beats, socket.gethostname(), at, waits, self._where()))
             if self._phase not in ("starting", "training"):
                 return ""
-            if roll.has_lost():
-                return "another rank gave no sign of life"
+            if (lost := roll.lost()) is not None:
+                self._is_stuck = lost.kind == "stuck" and lost.rank == self._rank
+                others = "another rank " + ("did not go on" if lost.kind == "stuck" else "gave no sign of life")
+                return lost.error if self._is_stuck else others
             silent = self._pulse.look(roll)
             self._heard_at = time.monotonic()
-            return self._tell_lost(roll, silent) if silent and not roll.failed() else ""
+            if silent and not roll.failed():
+                return self._tell_lost(roll, silent)
+            return self._tell_stuck(roll) if self._rank == 0 and self._phase == "training" else ""
         except LostStore:
             return ""  # noticed where the roll is answered
         except LostPeers as error:
@@ -211,6 +234,31 @@ class Watch:
             with suppress(OSError):
                 complain(*shorten(lines, SHOWN))
         return f"{named([*silent])} gave no sign of life"
+
+    def _tell_stuck(self, roll: Roll) -> str:
+        """Name a rank that all others wait for, and why the run is over once they have for as long as they may."""
+        beats = self._pulse.beats
+        ranks, seconds = self._standstill.look(beats, time.monotonic())
+        if not ranks or seconds < min(self._pulse.silence_s, self._timeout_s):
+            self._told_standstill = False
+            return ""
+        rank, lines = ranks[0], [f"rank {rank} on {beat.host}: {beat}" for rank, beat in beats.items()]
+        if not self._told_standstill:
+            self._told_standstill = True
+            with suppress(OSError):
+                complain(f"all ranks have waited {seconds:.0f} s for {named(ranks)}:", *shorten(lines, SHOWN))
+        if seconds < self._timeout_s or roll.failed():
+            return ""
+        told = stuck(rank, beats[rank], f"all others waited for {seconds:.0f} s")
+        roll.tell_lost(replace(told, traceback="\n".join(lines)))
+        self._is_stuck = rank == self._rank
+        return told.error if self._is_stuck else f"{named(ranks)} did not go on"
+
+    def _failure(self, why: str) -> Failure:
+        """Why this rank is ended, where it is, and the stacks of its threads."""
+        at, _ = _main_thread_at()
+        kind, where = "stuck" if self._is_stuck else "peer", {**self._where(), "at": at}
+        return Failure(self._rank, kind, why, where=where, traceback=_stacks())
 
     def _others_lost(self) -> str:
         """Why this rank cannot go on, once it has had time to notice by itself; "" while it can."""
@@ -250,9 +298,24 @@ def _main_thread_at() -> tuple[str, bool]:
     while frame is not None:
         folder, _, path = frame.f_code.co_filename.rpartition("/nanotron/")
         if folder:
-            return f"{path}:{frame.f_lineno} {frame.f_code.co_name}", path.startswith(WAITING)
+            name = frame.f_code.co_name
+            return f"{path}:{frame.f_lineno} {name}", waits_at(path, name)
         frame = frame.f_back
     return "its end", False
+
+
+def waits_at(path: str, function: str) -> bool:
+    """Whether the main thread waits for other ranks where it is in a function of a file of ours."""
+    return path.startswith(WAITING) or (path, function) in WAITING_THERE
+
+
+def _stacks() -> str:
+    """Where each Python thread of this process is but this one, the main thread last."""
+    frames, threads = sys._current_frames(), reversed(threading.enumerate())
+    there = [thread for thread in threads if thread is not threading.current_thread() and thread.ident in frames]
+    return "\n".join(
+        f"thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident or 0]))}" for thread in there
+    )
 
 
 def _end_launcher(process: int) -> None:

@@ -87,8 +87,8 @@ def train(
     def open_at(start: StartingPoint, first_row: Row | None = None) -> tuple[Feed, Metrics]:
         left_out = rollbacks.left_out
         feed = _open_feed(config, mesh, device, start, store, left_out, allow_data_change=allow_data_change)
-        folder, told = run_directory(config), {"hosts": hosts, "first_row": first_row}
-        open_metrics = partial(Metrics, config, mesh, folder, device=device, start_step=start.step, **told)
+        metrics_at = partial(Metrics, config, mesh, run_directory(config), device=device, start_step=start.step)
+        open_metrics = partial(metrics_at, hosts=hosts, first_row=first_row)
         metrics = on_rank_0("metrics", open_metrics, config, mesh, store) or open_metrics()
         rollbacks.watch_after(metrics.spikes, mesh, store)
         return feed, metrics
@@ -215,7 +215,9 @@ class Run:
     def where(self) -> dict[str, Any]:
         """Where this rank is: what is told of it when it fails, or no longer tells."""
         action = self.training.pipeline.current_action
-        return {"stage": self.mesh.coord("pp"), "step": self.step + 1, "action": action}
+        batch = self.feed.validation_batch
+        doing = {"step": self.step + 1} if batch is None else {"step": self.step, "validation batch": batch}
+        return {"stage": self.mesh.coord("pp"), **doing, "action": action}
 
     def to_the_end(self) -> int | Harm:
         """Train until the last step, the end of the data, a stop signal or a non-finite step; returns the exit code.
@@ -234,15 +236,15 @@ class Run:
             outcomes = self._read(keep=0 if self._save_is_due() else 1)
             if any(outcome.save or outcome.stop for outcome in outcomes):
                 outcomes += self._read()
-            if (end := self._ends_badly(outcomes)) is not None:
-                return end
+            if (bad := self._ends_badly(outcomes)) is not None:
+                return bad
             wanted = self._save_is_due() or any(outcome.save for outcome in outcomes)
             if wanted and outcomes[-1].finite:  # this step's own: it has been read when a save is wanted
                 self._save()
             if any(outcome.stop for outcome in outcomes):
                 return self._end(preempted=True)
-        end = self._ends_badly(self._read())
-        return self._end(preempted=False) if end is None else end
+        bad = self._ends_badly(self._read())
+        return self._end(preempted=False) if bad is None else bad
 
     def _ends_badly(self, outcomes: Sequence[Outcome]) -> int | Harm | None:
         """End without a save where a step did harm: the last checkpoint is of one that did none."""
