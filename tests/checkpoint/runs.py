@@ -84,13 +84,13 @@ def mesh_of(config: Config, rank: int) -> Mesh:
     return mesh
 
 
-def run(rank: int, world: int, values: dict[str, Any]) -> int:
-    """Train in this worker as one rank; returns the exit code."""
+def run(rank: int, world: int, values: dict[str, Any], store: Any = None) -> int:
+    """Train in this worker as one rank; returns the exit code. Ranks agree through the default group's store."""
     import torch.distributed as dist
 
     config = get_config_from_dict(values)
     mesh = mesh_of(config, rank)
-    store = dist.distributed_c10d._get_default_store() if world > 1 else None
+    store = store or (dist.distributed_c10d._get_default_store() if world > 1 else None)
     return train(config, mesh, torch.device("cpu"), store=store)
 
 

@@ -36,6 +36,7 @@ from nanotron.plan.fakes import even_numbers
 from nanotron.training import control, diagnostics, trainer
 from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.host_copy import HostCopy
+from nanotron.training.rollback import Rollbacks
 from nanotron.training.step import Training
 from nanotron.training.topology import mesh_axes
 from tests.checkpoint.runs import run, values_of
@@ -223,7 +224,7 @@ def test_the_loop_waits_for_nothing_but_what_was_sent_to_the_host(
     config, device = get_config_from_dict(values), torch.device("meta")
     metrics = Metrics(config, Mesh(), tmp_path, device=torch.device("cpu"))
     parts = Training(config, Mesh(), device), Feed(config, Mesh(), device=device), metrics, Saver(str(tmp_path))
-    loop = trainer.Run(config, Mesh(), *parts, StepClock(torch.device("cpu")), 0)
+    loop = trainer.Run(config, Mesh(), *parts, StepClock(torch.device("cpu")), Rollbacks(config, None), 0)
     with Waits() as waits:
         assert loop.to_the_end() == codes.DONE
     loop.feed.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ def process_seconds(action: Any) -> float:
     return time.process_time() - began
 
 
+def peak_bytes(action: Any) -> int:
+    tracemalloc.start()
+    action()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
 @pytest.mark.usefixtures("pretended")
 def test_the_start_of_a_rank_takes_two_seconds_and_no_memory_that_grows_with_the_world(tmp_path: Path) -> None:
     text = starter("70b", WORLD).replace("train_steps: 100000", "train_steps: 1000")
@@ -93,7 +102,19 @@ def test_the_start_of_a_rank_takes_two_seconds_and_no_memory_that_grows_with_the
 
     start()  # what is imported or made once is made here
     assert process_seconds(start) < 2.0
-    tracemalloc.start()
-    Mesh(AXES, 1234).create_groups([("dp",)], tied_stages=(0, 7))  # no rows: hosts that are not there cannot meet
-    assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
-    tracemalloc.stop()
+    assert peak_bytes(start) < 2 * 2**20
+    few, many = (peak_bytes(partial(create_groups, dp)) for dp in (8, 64))
+    assert many - few < 16 * WORLD, "not even a number for each rank"
+
+
+def create_groups(dp: int = 64) -> None:
+    axes = training_axes(dp=dp, tp=8, pp=8, num_key_value_heads=4)
+    Mesh(axes, 123).create_groups([("dp",)], tied_stages=(0, 7))  # no rows: hosts that are not there cannot meet
+
+
+def test_a_split_of_the_world_into_groups_is_quick_and_small_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_can_split", lambda: True)
+    monkeypatch.setattr(dist, "split_group", lambda split_ranks, timeout: object())
+
+    assert process_seconds(create_groups) < 1.0
+    assert peak_bytes(create_groups) < 256 * WORLD

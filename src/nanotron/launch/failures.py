@@ -101,16 +101,17 @@ def first_of(failures: Iterable[Failure]) -> Failure | None:
     return min(failures, key=order, default=None)
 
 
-def verdict(first: Failure, silent: Sequence[int] | None) -> str:
+def verdict(first: Failure, silent: Sequence[int] | None, hosts: Sequence[str] = ()) -> str:
     """The line that names where it began: the first failure, or the ranks that its rank waited for in vain.
 
-    ``silent`` is None where no other rank could be asked.
+    ``silent`` is None where no other rank could be asked; ``hosts``: theirs, as far as known.
     """
     if silent is None:
         return f"failed first, as far as one can tell without the launcher's store: {first}"
     if first.kind not in ("timeout", "peer") or not silent:
         return f"failed first: {first}"
     who = ("rank " if len(silent) == 1 else "ranks ") + ", ".join(map(str, silent))
+    who += f" on {', '.join(hosts)}" if hosts else ""
     if first.kind == "timeout":
         return f"failed first: {who} fell behind and said nothing; waiting for it: {first}"
     return f"failed first: {who} left and said nothing; noticed by {first}"

@@ -25,7 +25,7 @@ from nanotron.launch import codes
 from nanotron.launch.alike import device_problems, disagreements
 from nanotron.launch.place import Place, identity_of
 from nanotron.launch.roll import STORE_WAIT_S, Roll
-from nanotron.parallel.agreement import Agreement
+from nanotron.parallel.agreement import POLL_S, Agreement
 from nanotron.parallel.store import BoundedStore, LostPeers
 
 if TYPE_CHECKING:
@@ -209,11 +209,12 @@ def _name_of_start(store: BoundedStore, place: Place, timeout_s: float) -> str:
         threading.Thread(target=_welcome, args=(store, own, place.world), daemon=True, name="welcome").start()
         return own
     store.set(f"greeting/{place.rank}", own)
-    deadline = time.monotonic() + timeout_s
+    deadline, pause = time.monotonic() + timeout_s, 0.02
     while not store.check([f"welcome/{own}"]):
         if time.monotonic() > deadline:
             raise LostPeers(f"rank 0 did not greet within {timeout_s:g} s", [0])
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(2 * pause, POLL_S[1])
     name = store.get(f"welcome/{own}").decode()
     store.set(f"{name}/greeted/{place.rank}", "")
     return name

@@ -110,6 +110,13 @@ class Roll:
         found = self._store.multi_get(keys) if self._store.check(keys) else []
         return {rank: Beat(**json.loads(text)) for rank, text in zip(ranks, found, strict=False)}
 
+    def hosts(self, ranks: Sequence[int]) -> list[str]:
+        """Where these ranks are, when all of them have given a sign of life."""
+        try:
+            return sorted({beat.host for beat in self.beats(ranks).values()})
+        except LostPeers:
+            return []
+
     def tell_lost(self, lost: Failure) -> bool:
         """Tell the failure of a rank that cannot; whether this rank was the first to do so."""
         told = json.dumps(asdict(lost))

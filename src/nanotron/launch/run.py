@@ -264,7 +264,7 @@ def _record_failure(failure: Failure, run_dir: Path | None, peers: Peers) -> int
     first, silent = claimed(peers.roll, failure)
     if first.rank == failure.rank:
         complain(failure.traceback, end="")
-    line = verdict(first, silent)
+    line = verdict(first, silent, peers.roll.hosts(silent) if peers.roll is not None and silent else [])
     complain(line)
     tell_torchrun(line, first, failure)
     return codes.INTERNAL_ERROR

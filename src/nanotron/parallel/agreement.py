@@ -2,6 +2,7 @@
 
 No collective is involved, so a writer thread may do this while the main thread trains. Values are JSON.
 The store is polled and never waited on: a blocking ``get`` would hold the store's connection against the main thread.
+Each question is as many calls on every rank, rank 0 among them, however many ranks there are.
 
 A rank waits for others as long as they give signs of life, at most ``timeout_s`` from one to the next, and then names
 those that are silent. A sign of life is a count in the store: of a rank that is ``at_work`` on files, where an hour may
@@ -14,7 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from nanotron.logging import get_logger
@@ -55,6 +56,8 @@ class Agreement:
             self._answer(key, decision, doing)
         self._await({0: f"{key}/answer"})
         answer = json.loads(self._store.get(f"{key}/answer"))
+        with suppress(LostPeers):  # rank 0, which has read it, may be gone
+            self._store.delete_key(f"{key}/from/{self.rank}")
         if "missing" in answer:
             raise LostPeers(*answer["missing"])
         if "failed" in answer:
@@ -94,8 +97,8 @@ class Agreement:
         except LostPeers as error:
             self._store.set(f"{key}/answer", json.dumps({"missing": [str(error), error.ranks]}))
             return
-        values = [json.loads(self._store.get(key)) for key in keys.values()]
-        for old in [*keys.values(), *self._answered]:  # every rank has read the earlier answers
+        values = [json.loads(value) for value in self._store.multi_get(list(keys.values()))]
+        for old in self._answered:  # every rank has read the earlier answers
             self._store.delete_key(old)
         self._answered = [f"{key}/answer"]
         try:
