@@ -73,6 +73,18 @@ def test_the_validation_loss_is_the_same_on_every_layout_and_leaves_training_alo
             assert losses == pytest.approx(alone[1], rel=1e-9)
 
 
+def test_the_feed_says_which_batch_of_validation_is_looked_at(tmp_path):
+    folders = str(tmp_path / "a"), str(tmp_path / "b")
+    for name in ("a", "b"):
+        write_nanoset(tmp_path / name, random_documents(30, seed=1))
+    for dp in (1, 2):
+        config = make_run_config(*folders, (dp, 1, 1, 1), limit=2)
+        feed = Feed(config, Mesh(mesh_axes(config), dp - 1), device=torch.device("cpu"))
+        assert [feed.validation_batch for _ in feed.validation(1)] == [1, 2]
+        assert feed.validation_batch is None
+        feed.close()
+
+
 def test_validation_is_of_the_average_of_the_weights_on_every_layout_and_leaves_training_alone(pool, tmp_path):
     write_nanoset(tmp_path / "a", random_documents(60, seed=1))
     write_nanoset(tmp_path / "b", random_documents(17, seed=2))

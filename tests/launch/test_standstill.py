@@ -38,6 +38,11 @@ def test_nobody_is_found_while_all_wait_or_all_work() -> None:
     assert standstill.look({}, 200.0)[0] == []
 
 
+def test_a_spare_waits_for_nobody() -> None:
+    standstill, spare = Standstill(), Beat(1, "node", "launch/peers.py:118 wait_as_spare", True, {})
+    assert [standstill.look({0: beat(OWN), 1: spare}, now)[0] for now in (0.0, 1000.0)] == [[], []]
+
+
 def test_time_does_not_count_while_a_rank_waits_for_one_that_says_it_is_at_work() -> None:
     standstill, beats = Standstill(), {0: beat(STORE), 1: beat(OWN)}
     assert [standstill.look(beats, now) for now in (0.0, 1000.0)] == [([1], 0.0)] * 2

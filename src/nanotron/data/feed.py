@@ -217,7 +217,7 @@ class Feed:
             with at_key(f"{scheduled.key}.validation"):
                 windows = scheduled.validation.rows(first, max(0, min(count, num_rows - first)))
             windows += [empty_window(scheduled.sequence_length)] * (count - len(windows))
-            self.validation_batch = 1 + first // self._global_batch
+            self.validation_batch = 1 + first // batch
             yield [self._batch(part) for part in self._collate(windows)]
         self.validation_batch = None
 

@@ -25,7 +25,11 @@ class Standstill:
         self._since = 0.0
 
     def look(self, beats: Mapping[int, Beat], now: float) -> tuple[list[int], float]:
-        """The ranks that all others wait for, if there are any, and for how many seconds nothing has moved."""
+        """The ranks that all others wait for, if there are any, and for how many seconds nothing has moved.
+
+        Who trains says where it is: a spare does not, nor a rank that still begins.
+        """
+        beats = {rank: beat for rank, beat in beats.items() if beat.where}
         state = {rank: (beat.waits, beat.where) for rank, beat in beats.items()}
         if state != self._state or any(beat.waits and beat.at.startswith(PATIENT) for beat in beats.values()):
             self._state, self._since = state, now

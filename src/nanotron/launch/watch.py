@@ -194,6 +194,7 @@ class Watch:
             return ""
         if now - self._looked_at > self._pulse.silence_s:  # this process was stopped, or its machine
             self._pulse.begin_again()
+            self._standstill = Standstill()
             self._heard_at = now
         self._next_beat = now + self._heartbeat_s / BEATS
         self._num_beats += 1
