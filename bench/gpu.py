@@ -2,6 +2,7 @@
 
     versions      what is installed, and which kernels are chosen
     parity        tiny models on the device and on the CPU: losses and gradient norms of three steps, side by side
+    fp8           products of numbers in 8 bits, and a model's steps, beside the same on the CPU
     waits         a step during which the host may not wait for the device
     collectives   every word of `parallel/comm.py` in a group of one rank, awaited at once and later
     resume        a run killed and started again: the same bits
@@ -39,10 +40,11 @@ LIMIT_S = 420.0
 SECTIONS: dict[str, tuple[Callable[[Subject], Generator[Found]], float]] = {
     "versions": (gpu_checks.versions, 10.0),
     "parity": (gpu_checks.parity, 75.0),
+    "fp8": (gpu_checks.fp8, 20.0),
     "waits": (gpu_checks.waits, 20.0),
     "collectives": (gpu_checks.collectives, 15.0),
     "resume": (gpu_checks.resume, 60.0),
-    "1.3B": (gpu_speed.alone, 110.0),
+    "1.3B": (gpu_speed.alone, 100.0),
     "kernels": (gpu_speed.kernels, 30.0),
     "0.3B": (gpu_speed.in_turns, 90.0),
 }

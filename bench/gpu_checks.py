@@ -25,6 +25,8 @@ from nanotron.batch import Spans, document_spans
 from nanotron.config import Config
 from nanotron.launch.place import has_compiler
 from nanotron.ops.attention import causal_attention
+from nanotron.ops.fp8 import Fp8, multiplier_of
+from nanotron.ops.fused import eager, fused
 from nanotron.ops.gemm import adds_in
 from nanotron.ops.kernels import kernels_of
 from nanotron.parallel import comm
@@ -32,6 +34,7 @@ from nanotron.parallel import comm
 ROOT = Path(__file__).parents[1]
 SMALL = Shape(128, 384, 2, 4, 2, vocab_size=512, sequence_length=64, micro_batch_size=2, num_microbatches=2)
 SPARSE = replace(SMALL, num_experts=8, top_k=2)
+IN_BLOCKS = replace(SMALL, hidden_size=256, num_attention_heads=2, num_key_value_heads=1)
 DOCUMENTS = document_spans([[0, 5, 20]] * SMALL.micro_batch_size, SMALL.sequence_length)
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2}
 """Of relative differences between the device and the CPU, over three steps."""
@@ -64,6 +67,7 @@ def versions(subject: Subject) -> Generator[Found]:
         "kernels": kernels_of(device),
         "compiles_by_default": has_compiler(device),
         "weight_gradients_added_in_float32": adds_in(torch.float32, torch.bfloat16, device.type),
+        "fp8": multiplier_of(device, torch.bfloat16),
     }
     for name, spans in (("rows", None), ("documents", DOCUMENTS)):
         yield {"attention_to": name, "is": _kernels(device, spans)}
@@ -100,6 +104,28 @@ def _three_steps(
     training, batches = trainer_of(config, device, drawn=True), batches_of(shape, device, spans)
     outcomes = [training.step(update, batches).read() for update in (1, 2, 3)]
     return [outcome.lm_loss for outcome in outcomes], [outcome.grad_norm for outcome in outcomes]
+
+
+def fp8(subject: Subject) -> Generator[Found]:
+    """Products in fp8 beside those of the same numbers in float32, and three steps beside the CPU's."""
+    device, tolerance = subject.device, 5e-3  # the kernel adds up in less than float32
+    for dtype in (torch.bfloat16, torch.float32):
+        by = multiplier_of(device, dtype)
+        for m, n, k in ((64, 128, 128), (30, 384, 640)):
+            x, g, w = (torch.randn(shape, dtype=dtype, device=device) for shape in ((m, k), (m, n), (n, k)))
+            for name, left, right in (("forward", x, w), ("backward", g, w.t())):
+                (exact,) = Fp8("dequantised", kernels_of(device)).gemms(left.float(), [right.float()])
+                for how, fuse in (("as written", eager), ("compiled", fused)):
+                    (found,) = Fp8(by, kernels_of(device), fuse).gemms(left, [right])
+                    error = float((found - exact).norm() / exact.norm())
+                    shape = {"of": name, "rounding": how, "m": m, "n": n, "k": k, "dtype": str(dtype)}
+                    yield {"by": by, **shape, "difference": error, "ok": error < tolerance}
+    here, there = (
+        _three_steps(asked_of(IN_BLOCKS, "bfloat16", {"model.fp8": "block128"}), IN_BLOCKS, None, place)
+        for place in (device, torch.device("cpu"))
+    )
+    loss = max(abs(a - b) / b for a, b in zip(here[0], there[0], strict=True))
+    yield {"case": "fp8", "dtype": "bfloat16", "loss": loss, "ok": loss < TOLERANCES["bfloat16"]}
 
 
 def waits(subject: Subject) -> Generator[Found]:

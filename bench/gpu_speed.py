@@ -19,6 +19,7 @@ from nanotron.checkpoint.write import host_memory
 from nanotron.metrics.memory import memory_gib
 from nanotron.metrics.step_clock import Moment
 from nanotron.ops.attention import causal_attention
+from nanotron.ops.fp8 import Fp8, multiplier_of
 from nanotron.ops.fused import eager, fused, rms_norm, swiglu
 from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import kernels_of
@@ -146,12 +147,14 @@ def _rates(subject: Subject, shape: Shape, seconds: list[float]) -> Found:
 
 def kernels(subject: Subject) -> Generator[Found]:
     """Milliseconds of single pieces of work in bfloat16, at a large model's sizes; GEMMs in TFLOP/s too."""
-    n, d, f, h, s = (32, 16, 24, 2, 64) if subject.dry else (8192, 4096, 14336, 32, 4096)
+    n, d, f, h, s = (32, 128, 256, 2, 64) if subject.dry else (8192, 4096, 14336, 32, 4096)
     device, kind = subject.device, kernels_of(subject.device)
     x, g, w = (torch.randn(shape, dtype=torch.bfloat16, device=device) for shape in ((n, d), (n, f), (f, d)))
     total = torch.zeros(f, d, device=device)
     flops = 2 * n * d * f
     yield _timed(device, "GEMM", lambda: gemm(x, w, kernels=kind), flops)
+    in_fp8 = Fp8(multiplier_of(device, x.dtype), kind, eager if subject.dry else fused)
+    yield _timed(device, "GEMM in fp8, with its rounding", lambda: in_fp8.gemms(x, [w]), flops)
     yield _timed(device, "weight gradient, added up by the GEMM", lambda: add_gemm(total, g, x, kernels=kind), flops)
     yield _timed(device, "weight gradient, then added", lambda: add_gemm(total, g, x, kernels="cpu"), flops)
     q, k, v = (torch.randn(2, s, h, d // h, dtype=torch.bfloat16, device=device).requires_grad_() for _ in range(3))

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "untrusted": set(),
     "batch": set(),
     "logging": {"parallel"},
-    "config": {"models.families", "pipeline.schedules"},
+    "config": {"models.families", "models.specs", "pipeline.schedules"},
     "parallel": set(),
     "ops": {"parallel", "config.model"},
     "models": {"parallel", "ops", "config.model", "config.keys"},

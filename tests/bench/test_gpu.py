@@ -52,7 +52,7 @@ def test_a_dry_run_goes_through_every_section(pool: Pool, tmp_path: Path) -> Non
     assert not [line for lines in found.values() for line in lines if "error" in line or "stopped" in line]
     cases = [(dtype, case) for dtype in gpu_checks.TOLERANCES for case in gpu_checks.CASES]
     assert [(line["dtype"], line["case"]) for line in found["parity"]] == cases
-    assert all(line["ok"] for name in ("parity", "waits", "collectives") for line in found[name])
+    assert all(line["ok"] for name in ("parity", "fp8", "waits", "collectives") for line in found[name])
     assert len(found["collectives"]) == 10
     killed, resumed = found["resume"]
     assert resumed["steps_made_twice"] == killed["killed_after_step"] - killed["saved"] > 0
@@ -61,7 +61,8 @@ def test_a_dry_run_goes_through_every_section(pool: Pool, tmp_path: Path) -> Non
     assert all(line["memory_gib"] > 0 for line in found["1.3B"])
     assert [line["contender"] for line in found["0.3B"]] == list(gpu_speed.CONTENDERS)
     assert all(line["slowest"] <= line["tokens_per_second"] <= line["fastest"] for line in found["0.3B"])
-    assert len(found["kernels"]) == 11
+    assert len(found["fp8"]) == 17
+    assert len(found["kernels"]) == 12
 
 
 def test_its_sections_are_over_within_7_minutes() -> None:

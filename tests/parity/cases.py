@@ -55,6 +55,7 @@ class Case:
     router: str = "plain"
     optimizer: str = "adamW"
     mup: bool = False
+    fp8: bool = False
     dtype: str = "float32"
     accumulate_in_fp32: bool = True
     ramp: int = 0  # samples of the first step, where later ones have more
@@ -341,6 +342,25 @@ def sharded_cases() -> list[Case]:
     return cases
 
 
+def fp8_cases() -> list[Case]:
+    """Layers that multiply in fp8; in float64, for where float32 rounds otherwise, fp8 may round a whole step apart."""
+    exact: dict[str, Any] = {"dtype": "float64", "fp8": True}
+    gathered: dict[str, Any] = {"tp_mode": "REDUCE_SCATTER", **exact}
+    return [
+        *(Case(dp=2, zero_stage=stage, **exact) for stage in (0, 1, 3)),
+        Case(dp=2, zero_stage=3, recompute_layer=True, family="qwen2", **exact),
+        Case(dp=2, zero_stage=1, compile=True, **exact),
+        Case(tp=2, **exact),
+        Case(tp=2, overlap=True, documents=True, **gathered),
+        Case(tp=2, tp_recompute_allgather=False, family="qwen3", **gathered),
+        Case(pp=2, tied=True, loss_chunk=7, z_loss=True, **exact),
+        Case(tp=2, pp=2, schedule="zb_h1", recompute_layer="selective", **gathered),
+        Case(dp=2, tp=2, pp=2, schedule="zbv", rows=1, zero_stage=1, **exact),
+        Case(cp=2, zero_stage=1, **exact),
+        Case(dp=2, tp=2, zero_stage=1, optimizer="muon", **exact),
+    ]
+
+
 def compiled_cases() -> list[Case]:
     """What takes a compiler's seconds: each option of the two compiled cases by name without the others."""
     return [
@@ -382,4 +402,5 @@ def every_case() -> list[Case]:
     cases += optimizer_cases()
     cases += sharded_cases()
     cases += ramp_cases()
+    cases += fp8_cases()
     return list(dict.fromkeys([*cases, *compiled_cases(), *schedule_cases(), *schedule_product_cases()]))

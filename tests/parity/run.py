@@ -79,16 +79,14 @@ def config_of(case: Case) -> Config:
             },
             "model": {
                 "dtype": case.dtype,
+                "fp8": "block128" if case.fp8 else None,
                 "compile": case.compile,
                 "loss_chunk": case.loss_chunk,
                 "init_method": {"use_mup": case.mup},
                 "model_config": {
                     f"is_{case.family}_config": True,
-                    "hidden_size": 64,
                     "num_hidden_layers": case.layers,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "intermediate_size": 128,
+                    **(IN_BLOCKS if case.fp8 else SIZES),
                     "vocab_size": VOCABULARY,
                     "tie_word_embeddings": case.tied,
                     "z_loss_enabled": case.z_loss,
@@ -116,6 +114,16 @@ def config_of(case: Case) -> Config:
         }
     )
 
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+IN_BLOCKS = {
+    "hidden_size": 128,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 256,
+}
+"""Each side of a matrix is a multiple of 128, also on one of two tensor-parallel ranks."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {

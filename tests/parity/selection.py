@@ -30,6 +30,7 @@ WORDS: dict[str, dict[str, Any]] = {
     "z_loss": {"z_loss": True},
     "tied": {"tied": True},
     "mup": {"mup": True},
+    "fp8": {"fp8": True},
     "documents": {"documents": True},
     "window": {"window": 11},
     "windows": {"window": 11, "window_layers": (0, 1, 3)},
@@ -105,6 +106,10 @@ dp2 cp2 dp_shard1 exchanged zero3 z_loss
 dp2 pp2 zbv rows1 zero2 tied float64
 cp2 pp2 rows12 exchanged zero3 recompute loss_chunk7 mistral layers2 tied documents z_loss grouped float64
 cp2 pp2 interleaved_1f1b rows6 zero3 recompute loss_chunk7 window z_loss
+dp2 pp2 rows3 layers2 fp8 float64
+dp2 tp2 zero3 overlap recompute layers2 fp8 float64
+tp2 pp2 zb_h1 rows6 gathered overlap selective qwen2 layers2 fp8 float64
+cp2 tp2 pp2 zbv rows12 once zero1 fp8 float64
 """
 
 
@@ -136,6 +141,9 @@ GRADIENTS = {"dp", "cp", "tp", "pp", "ep", "schedule", "tied", "copies", "dtype"
 """What is tried with ZeRO-2, which does with gradients what ZeRO-3 does, and nothing with weights."""
 ROUTED = {"dp", "cp", "tp", "ep", "tp_mode", "recompute", "documents", "zero_stage"}
 """What is tried with each router; with everything else, any is as good as any other."""
+
+MULTIPLIED = {"dp", "cp", "tp", "pp", "schedule", "tp_mode", "again", "overlap", "zero_stage", "recompute"}
+"""What is tried with matmuls in fp8; with everything else, these are as good as any other."""
 
 
 def pairs_of(case: Case) -> Iterator[frozenset[tuple[str, Any]]]:
@@ -176,5 +184,7 @@ def pairs_of(case: Case) -> Iterator[frozenset[tuple[str, Any]]]:
         yield from (frozenset({optimizer, (name, values[name])}) for name in UPDATED & set(values))
     if case.ramp:
         yield from (frozenset({("ramp", True), (name, values[name])}) for name in RAMPED & set(values))
+    if case.fp8:
+        yield from (frozenset({("fp8", True), (name, values[name])}) for name in MULTIPLIED & set(values))
     if case.experts and case.zero_stage != 2:
         yield from (frozenset({("router", case.router), (name, values[name])}) for name in ROUTED & set(values))

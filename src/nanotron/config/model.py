@@ -364,6 +364,12 @@ class ModelArgs:
     dtype: DtypeName = key(
         "bfloat16", "Number format of weights and activations; bf16, fp32 and fp64 are short for them."
     )
+    fp8: Lower[Literal["block128"]] | None = key(
+        None,
+        "Number format of the layers' matmuls, but for weight gradients. block128: e4m3, with a scale for every 128"
+        " features of a token and every 128 × 128 of a weight; all sides of a layer's matrices are multiples of 128 on"
+        " a rank. null: dtype.",
+    )
     ddp_bucket_cap_mb: Int = key(
         25,
         "Gradients that data parallelism sums at once, at most, in MiB.",

@@ -272,6 +272,48 @@ def _dtype_is_trainable(config: Config) -> Findings:
         yield "model.dtype", "float16 needs loss scaling, which is not available; use bfloat16"
 
 
+@rule("model.fp8", MOE)
+def _fp8_is_for_dense_layers(config: Config) -> Findings:
+    if config.model.fp8 and config.model.model_config.sparse_layers:
+        yield "model.fp8", f"{config.model.fp8}: experts do not multiply in fp8; leave it out, or {MOE}"
+
+
+@rule("model.fp8", "parallelism.tp", KV_HEADS)
+def _fp8_rounds_whole_gradients(config: Config) -> Findings:
+    """Of a head that ranks share, each has a part of the gradient, and would round that."""
+    tp, kv_heads = config.parallelism.tp, config.model.model_config.num_key_value_heads
+    if config.model.fp8 and tp > kv_heads:
+        yield (
+            "parallelism.tp",
+            f"{tp}: ranks share a head of {KV_HEADS}={kv_heads}, whose gradient model.fp8={config.model.fp8} would"
+            f" round in parts; use at most {kv_heads}",
+        )
+
+
+@rule("model.fp8", "model.model_config", "parallelism.tp")
+def _fp8_blocks_are_whole(config: Config) -> Findings:
+    model, tp = config.model.model_config, config.parallelism.tp
+    if not config.model.fp8 or tp > model.num_key_value_heads or not (cut := _cut_blocks(config, tp)):
+        return
+    legal = [size for size in divisors(model.num_key_value_heads) if not _cut_blocks(config, size)]
+    fix = f"use parallelism.tp={listed(legal)}" if legal else "no parallelism.tp mends it: leave fp8 out"
+    yield "model.fp8", f"{config.model.fp8}: on a rank {cut} has sides that are no multiples of 128; {fix}"
+
+
+def _cut_blocks(config: Config, tp: int) -> str:
+    """A layer's matrix whose shard over ``tp`` is no whole number of fp8's blocks, and its size; "" if none is."""
+    from nanotron.models.families import family_of
+    from nanotron.models.specs import is_hidden
+
+    specs = family_of(config.model.model_config).specs(config.model.model_config)
+    for spec in filter(is_hidden, specs.values()):
+        cut = {dim for _, dim in spec.shard}
+        sides = [length // tp if dim in cut else length for dim, length in enumerate(spec.shape)][-2:]
+        if any(side % 128 for side in sides):
+            return f"{spec.name} of {sides[0]} × {sides[1]}"
+    return ""
+
+
 @rule("model.model_config.sliding_window_size", WINDOW_LAYERS, LAYERS)
 def _windows_belong_to_layers(config: Config) -> Findings:
     model = config.model.model_config

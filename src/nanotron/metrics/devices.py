@@ -25,6 +25,8 @@ class Device:
     network_bandwidth: float
     peak_flops: dict[str, float]
     source: str
+    multiplies_blocks: bool = False
+    """Whether torch has a kernel there for fp8 with scales of blocks."""
 
 
 @cache

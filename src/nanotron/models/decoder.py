@@ -10,7 +10,7 @@ The families differ in which biases and norms their parameter table has (models/
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,6 +25,7 @@ from nanotron.ops.chunk import Hooks, Use
 from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.cross_entropy import cross_entropy
 from nanotron.ops.embedding import embedding
+from nanotron.ops.fp8 import Fp8, Multiplier
 from nanotron.ops.fused import Fuse, add_and_norm, eager, queries_and_keys, rms_norm, swiglu
 from nanotron.ops.kernels import Kernels, kernels_of
 from nanotron.ops.linear import TensorParallel, linear
@@ -68,6 +69,8 @@ class ChunkOptions:
     """How queries and keys come together where rows are cut over cp."""
     kernels: Kernels | None = None
     """Who multiplies and attends; None: what is fastest on the device."""
+    fp8: Multiplier | None = None
+    """Who multiplies in fp8, in the matmuls of layers; None: these are as all others."""
     without_storage: bool = False
     """Make weights that have a gradient without memory of their own: buckets will give them some (ZeRO-3)."""
 
@@ -135,14 +138,16 @@ class DecoderChunk(nn.Module):
             kernels=self.tp.kernels,
             gather_again=not options.recompute,
         )
-        kinds = kinds or decoder_layers(config)
+        kinds, tp = kinds or decoder_layers(config), self.tp
+        if options.fp8 is not None:
+            tp = replace(tp, fp8=Fp8(options.fp8, tp.kernels, options.fuse))
         self.embed = make(EMBED) if modules.embed else None
         self.layers = nn.ModuleList(
             Block(
                 config,
                 make,
                 f"layers.{i}",
-                self.tp,
+                tp,
                 options.fuse,
                 partial(attend, window=config.window_of(i)),
                 type(self).attention,

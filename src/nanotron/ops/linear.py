@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from nanotron.ops.fp8 import Fp8
 from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.recompute import MatmulOutputs
@@ -49,6 +50,8 @@ class TensorParallel:
     overlap: bool = False
     """Multiply while tensors are under way: same numbers but for rounding, and two more copies of an output."""
     kernels: Kernels = "accelerator"
+    fp8: Fp8 | None = None
+    """How a layer multiplies in fp8, but for weight gradients; None: it does not."""
     matmuls: MatmulOutputs = field(default_factory=MatmulOutputs)
     """What was multiplied in the layer that is under way, where that is kept."""
 
@@ -130,7 +133,7 @@ class _Linear(Function):
         entering = ctx.tp.awaited(begin_all_gather(x, group if ctx.gathers_again else None, dim=1))
         leaving = None
         if ctx.needs_input_grad[0]:
-            leaving = ctx.tp.awaited(_begin_leaving(_input_grad(grads, ctx.weights, ctx.tp.kernels), ctx.enter, group))
+            leaving = ctx.tp.awaited(_begin_leaving(_input_grad(grads, ctx.weights, ctx.tp), ctx.enter, group))
         x = entering()
         weight_grads = [
             weight_grad(ctx.tp, w, partial(_add_gemm, grad=grad, x=x, kernels=ctx.tp.kernels))
@@ -154,7 +157,7 @@ def _multiplied(
         entered, outputs = _multiply_while_gathering(x, weights, on_entry, tp)
     else:
         entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
-        outputs = _gemms(entered, weights, on_entry, tp.kernels)
+        outputs = _gemms(entered, weights, on_entry, tp)
     if exit == "sum":
         outputs = [all_reduce_(y, group) for y in outputs]
     if exit == "scatter":
@@ -164,9 +167,12 @@ def _multiplied(
     return entered, outputs
 
 
-def _gemms(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], kernels: Kernels) -> list[Tensor]:
+def _gemms(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
     """x · wᵀ (+ bias) for each weight: [b, s, k] -> [b, s, n'] each."""
-    return [gemm(x, _matrix(w), _at(biases, i), kernels=kernels) for i, w in enumerate(weights)]
+    if tp.fp8 is None:
+        return [gemm(x, _matrix(w), _at(biases, i), kernels=tp.kernels) for i, w in enumerate(weights)]
+    outputs = tp.fp8.gemms(x, [_matrix(w) for w in weights])
+    return [y.add_(bias.flatten()) for y, bias in zip(outputs, biases, strict=True)] if biases else outputs
 
 
 def _multiply_while_gathering(
@@ -174,11 +180,11 @@ def _multiply_while_gathering(
 ) -> tuple[Tensor, list[Tensor]]:
     """Gather x [b, s/t, k] and multiply it, this rank's own tokens first: the gathered [b, s, k] and its outputs."""
     arriving = begin_all_gather(x, tp.mesh.group("tp"), dim=1)
-    own = _gemms(x, weights, biases, tp.kernels)
+    own = _gemms(x, weights, biases, tp)
     entered = arriving()
     lo = tp.mesh.coord("tp") * x.shape[1]
-    before = _gemms(entered[:, :lo], weights, biases, tp.kernels)
-    after = _gemms(entered[:, lo + x.shape[1] :], weights, biases, tp.kernels)
+    before = _gemms(entered[:, :lo], weights, biases, tp)
+    after = _gemms(entered[:, lo + x.shape[1] :], weights, biases, tp)
     return entered, [torch.cat(parts, dim=1) for parts in zip(before, own, after, strict=True)]
 
 
@@ -195,11 +201,11 @@ def _matrix(weight: Tensor) -> Tensor:
     return weight.flatten(0, -2)  # [.., n, k] -> [n', k]
 
 
-def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], kernels: Kernels) -> Tensor:
+def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], tp: TensorParallel) -> Tensor:
     """Σ grad · w over the weights that shared the input: [b, s, n'] -> [b, s, k]."""
-    total = gemm(grads[0], _matrix(weights[0]).t(), kernels=kernels)
+    (total,) = _gemms(grads[0], [_matrix(weights[0]).t()], (), tp)
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        total += gemm(grad, _matrix(weight).t(), kernels=kernels)
+        total += _gemms(grad, [_matrix(weight).t()], (), tp)[0]
     return total
 
 

@@ -43,8 +43,8 @@ class Traffic(NamedTuple):
 
 
 Work = Counter["str | Traffic"]
-"""What code did: "matmul" and "attention" in FLOPs, "moved" in bytes read and written by all other kernels, "kernels"
-launched, and `Traffic`."""
+"""What code did: "matmul", "fp8" (matmuls too) and "attention" in FLOPs, "moved" in bytes read and written by all other
+kernels, "kernels" launched, and `Traffic`."""
 
 
 class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -112,6 +112,8 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.work["matmul"] += 2 * a.numel() * b.shape[-1]
         elif name == "_grouped_mm":  # the rows of all experts; what follows them is where each one's end
             self.work["matmul"] += 2 * inputs[0].numel() * inputs[1].shape[-1]
+        elif name == "_scaled_mm_v2":
+            self.work["fp8"] += 2 * inputs[0].numel() * inputs[1].shape[-1]
         elif name == "_linear_pointwise":  # x · wᵀ
             x, w = inputs[:2]
             self.work["matmul"] += 2 * x.numel() * w.shape[0]

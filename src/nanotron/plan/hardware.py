@@ -47,8 +47,11 @@ class Cluster:
         return self.device.name != "cpu"
 
     def peak_flops(self, config: Config) -> float:
-        """Dense peak for the model's dtype. Raises ConfigError for a dtype that the device does not list."""
-        dtype = config.model.dtype
+        """Dense peak for the model's dtype. Raises ConfigError for one that it does not list, or no fp8 for."""
+        dtype, fp8 = config.model.dtype, config.model.fp8
+        if fp8 and self.is_accelerator and not self.device.multiplies_blocks:
+            able = ", ".join(name for name, device in known_devices().items() if device.multiplies_blocks)
+            raise ConfigError(f"model.fp8={fp8}: torch has no kernel for it on {self.device.name}; plan for {able}")
         if dtype not in self.device.peak_flops:
             known = ", ".join(self.device.peak_flops)
             raise ConfigError(f"model.dtype={dtype}: no peak is known for {self.device.name}; use one of {known}")
@@ -57,6 +60,8 @@ class Cluster:
     def compute_seconds(self, work: Work, peak_flops: float) -> float:
         """Time of the kernels: matmuls at a share of the peak, the rest at memory speed, or launching them."""
         busy = (work["matmul"] + work["attention"]) / (self.matmul_efficiency * peak_flops)
+        if work["fp8"]:
+            busy += work["fp8"] / (self.matmul_efficiency * self.device.peak_flops["float8"])
         busy += work["moved"] / (MEMORY_EFFICIENCY * self.device.memory_bandwidth)
         return max(busy, work["kernels"] * HOST_SECONDS) if self.is_accelerator else busy
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -276,9 +277,12 @@ def measure_shared_chunk(config: Config, held: StageModules, kernels: Kernels, a
 
 
 def _options(config: Config, kernels: Kernels) -> ChunkOptions:
-    """As the run's, with these kernels; what torch.compile makes of fake tensors is not counted."""
-    fuse = on_accelerator if kernels == "accelerator" else eager
-    return replace(chunk_options(config, "cpu"), fuse=fuse, kernels=kernels)
+    """As the run's, with these kernels; what torch.compile makes of fake tensors is not counted, but for fp8."""
+    options = replace(chunk_options(config, "cpu"), kernels=kernels, fuse=eager)
+    if kernels != "accelerator":
+        return options
+    fuse = partial(on_accelerator, compiled=config.model.compile is not False)
+    return replace(options, fuse=fuse, fp8=options.fp8 and "scaled_mm")
 
 
 def _run(

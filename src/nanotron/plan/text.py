@@ -81,8 +81,9 @@ def _heading(plan: Plan, ramp: Sequence[tuple[int, Plan]]) -> list[str]:
     nodes = -(-layout.world_size // cluster.per_node)
     tokens = config.tokens
     recompute = {False: "", True: ", recompute", "selective": ", selective recompute"}[layout.recompute_layer]
+    fp8 = f", layers multiply in fp8 ({config.model.fp8})," if config.model.fp8 else ""
     return [
-        f"{model_size(config)} parameters in {config.model.dtype} on {layout.world_size} × {cluster.device.name}"
+        f"{model_size(config)} parameters in {config.model.dtype}{fp8} on {layout.world_size} × {cluster.device.name}"
         f" ({nodes} node{'s'[: nodes > 1]} of {cluster.per_node})",
         f"{layout}, zero stage {config.optimizer.zero_stage}{recompute}",
         f"{config.global_batch_size} samples of {tokens.sequence_length} tokens per step:"

@@ -12,6 +12,7 @@ from nanotron.models.decoder import ChunkOptions, DecoderChunk
 from nanotron.models.families import family_of
 from nanotron.models.specs import StageModules
 from nanotron.ops.chunk import Chunk
+from nanotron.ops.fp8 import multiplier_of
 from nanotron.ops.fused import eager, fused
 from nanotron.optim.buckets import Buckets
 from nanotron.optim.optimizer import SGD, AdamW, Optimizer, Rule
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 def chunk_options(config: Config, device: torch.device | str) -> ChunkOptions:
     """How the run's chunks compute."""
-    layout = config.parallelism
+    layout, dtype = config.parallelism, getattr(torch, config.model.dtype)
     return ChunkOptions(
-        dtype=getattr(torch, config.model.dtype),
+        dtype=dtype,
         device=device,
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute_layer,
@@ -36,6 +37,7 @@ def chunk_options(config: Config, device: torch.device | str) -> ChunkOptions:
         loss_chunk=config.loss_chunk,
         context_mode=layout.cp_mode,
         fuse=fused if config.model.compile is True else eager,
+        fp8=multiplier_of(device, dtype) if config.model.fp8 else None,
         without_storage=config.optimizer.zero_stage == 3,
     )
 

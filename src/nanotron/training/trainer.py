@@ -77,6 +77,10 @@ def train(
         logger.info(f"nothing left to train: step {start.step} of {_end_of(config)} is saved")
         return codes.DONE
     before_training()
+    if training.chunks[0].options.fp8 == "dequantised":
+        logger.warning(
+            "model.fp8: only Hopper GPUs have a kernel for it; here numbers are rounded and multiplied in float32"
+        )
     if config.model.compile:
         logger.info("compiling in the first step, and again where sequences become longer or shorter")
     hosts: list[str] = []  # rank 0's only
