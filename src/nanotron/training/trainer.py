@@ -77,7 +77,7 @@ def train(
         logger.info(f"nothing left to train: step {start.step} of {_end_of(config)} is saved")
         return codes.DONE
     before_training()
-    if training.chunks[0].options.fp8 == "dequantised":
+    if mesh.rank == 0 and training.chunks[0].options.fp8 == "dequantised":
         logger.warning(
             "model.fp8: only Hopper GPUs have a kernel for it; here numbers are rounded and multiplied in float32"
         )
