@@ -189,8 +189,38 @@ def test_flat_buffers_are_reduced_and_gathered_in_place(pool: Pool, world: int) 
     pool.run(world, flat_buffers)
 
 
+class Transport(TorchDispatchMode):
+    """Notes what collectives are made of, and the elements of each."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.seen.append((func._opname, args[0][0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def transport_of_shards(rank: int, world: int) -> list[tuple[str, int]]:
+    """How shards of 5 elements are summed and gathered over gloo."""
+    mesh = Mesh({"dp": world}, rank)
+    mesh.create_groups()
+    group = mesh.group("dp", purpose="gradients")
+    flat = torch.ones(world * 5)
+    with Transport() as transport:
+        wait(comm.start_reduce_scatter(flat[rank * 5 : rank * 5 + 5], flat, group))
+        wait(comm.start_all_gather(flat, flat[rank * 5 : rank * 5 + 5], group))
+    return transport.seen
+
+
+def test_each_part_of_a_shard_travels_once_and_straight(pool: Pool) -> None:
+    for seen in pool.run(3, transport_of_shards):
+        assert sorted(seen) == [("recv_", 5)] * 4 + [("send", 5)] * 4
+
+
 class Copies(TorchDispatchMode):
-    """Notes every operator that makes a copy; gloo itself makes one of what it has summed."""
+    """Notes every operator that makes a copy of several parts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

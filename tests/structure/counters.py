@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from nanotron.parallel import gloo
 
 KINDS = {  # operator -> (our word, which argument is the group)
     "allreduce_": ("all_reduce", 1),
@@ -27,12 +31,36 @@ class Collective(NamedTuple):
 
 class Collectives(TorchDispatchMode):
     """Counts the calls and the bytes of every collective. Bytes are those of the whole tensor: what an all-gather ends
-    with, what a reduce-scatter begins with."""
+    with, what a reduce-scatter begins with; the sends that they are made of over gloo are not counted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[Collective] = Counter()
         self.bytes: Counter[Collective] = Counter()
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Collectives:
+        for kind, work in (("all_gather", gloo.AllGather), ("reduce_scatter", gloo.ReduceScatter)):
+            self._patches.enter_context(mock.patch.object(work, "__init__", self._counting(kind, work.__init__)))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        super().__exit__(*why)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def _counting(self, kind: str, begin: Any) -> Any:
+        def counted(work: gloo.Transfers, one: Tensor, other: Tensor, group: dist.ProcessGroup) -> None:
+            self._count(kind, group, max(_bytes(one), _bytes(other)))
+            with _disable_current_modes():
+                begin(work, one, other, group)
+
+        return counted
+
+    def _count(self, kind: str, group: dist.ProcessGroup, size: int) -> None:
+        collective = Collective(kind, tuple(dist.get_process_group_ranks(group)))
+        self.calls[collective] += 1
+        self.bytes[collective] += size
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -42,10 +70,7 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and func._opname != "recv_":
             kind, position = KINDS[func._opname]
-            group = dist.ProcessGroup.unbox(args[position])
-            collective = Collective(kind, tuple(dist.get_process_group_ranks(group)))
-            self.calls[collective] += 1
-            self.bytes[collective] += max(map(_bytes, _tensors(args)))
+            self._count(kind, dist.ProcessGroup.unbox(args[position]), max(map(_bytes, _tensors(args))))
         return func(*args, **(kwargs or {}))
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup, Work
 
+from nanotron.parallel import gloo
 from nanotron.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -230,9 +231,19 @@ def start_all_reduce(flat: Tensor, group: ProcessGroup | None) -> Work | None:
 
 def start_reduce_scatter(shard: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
     """Begin to put this rank's equal part of the sum of ``flat`` into ``shard``, which may be its place in ``flat``."""
-    return None if group is None else dist.reduce_scatter_single(shard, flat, group=group, async_op=True)
+    if group is None:
+        return None
+    if group.name() == "gloo":
+        return gloo.ReduceScatter(shard, flat, group)
+    work: Work | None = dist.reduce_scatter_single(shard, flat, group=group, async_op=True)
+    return work
 
 
 def start_all_gather(flat: Tensor, shard: Tensor, group: ProcessGroup | None) -> Work | None:
     """Begin to fill ``flat`` with the ranks' shards; this rank's may be its place in ``flat``."""
-    return None if group is None else dist.all_gather_single(flat, shard, group=group, async_op=True)
+    if group is None:
+        return None
+    if group.name() == "gloo":
+        return gloo.AllGather(flat, shard, group)
+    work: Work | None = dist.all_gather_single(flat, shard, group=group, async_op=True)
+    return work
