@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.optim.optimizer import SGD, AdamW, Optimizer
 from nanotron.parallel.mesh import Mesh
+from nanotron.plan.counting import Counting
 from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
 
 SPECS = [matrix("layers.0.mlp.down.weight", 7, 5), norm("norm.weight", 7), matrix("head.weight", 9, 7)]
@@ -164,6 +165,19 @@ def kernels_of_one_step(num_layers: int) -> int:
 
 def test_kernels_of_an_update_do_not_grow_with_the_number_of_parameters():
     assert kernels_of_one_step(2) == kernels_of_one_step(20) <= 12
+
+
+def test_gradients_of_half_precision_are_copied_bucket_by_bucket():
+    with Counting() as counter:
+        chunk = ToyChunk([matrix(f"layers.{i}.mlp.down.weight", 64, 64) for i in range(8)], Mesh(), torch.bfloat16)
+        buckets = make_buckets(chunk, Mesh(), grad_dtype=lambda dtype: dtype, cap_bytes=1)
+        optimizer = Optimizer(buckets, {"adamW": AdamW(**ADAM)})
+        before = counter.alive
+        with counter.section():
+            optimizer.step(1e-2, torch.tensor(1.0), torch.tensor(0.0))
+    assert len(buckets.all) == 8
+    copy = 4 * 64 * 64  # bytes
+    assert copy <= counter.peak - before < 2 * copy
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 12), (torch.float32, 8), (torch.float64, 16)], ids=str)

@@ -30,6 +30,7 @@ class Muon(Rule):
     """Muon for the matrices of a rank's pipeline stage."""
 
     moment_names = ("momentum",)
+    needs_all = True
 
     def __init__(
         self,

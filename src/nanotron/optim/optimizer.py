@@ -62,6 +62,8 @@ class Rule:
     """How an optimizer moves weights; each bucket names its own (``GroupKey.optimizer``)."""
 
     moment_names: tuple[str, ...] = ()
+    needs_all = False
+    """Whether an update has to see all of its shards at once."""
 
     def update(self, shards: Sequence[Shard], step: Step) -> None:
         """Move the shards' master weights and moments."""
@@ -101,7 +103,7 @@ class Optimizer:
         found_inf = found_inf.float()
         step = Step(lr, *(number.to(self._home) for number in (grad_scale, found_inf, self.updates)))
         for name, rule in self._rules.items():
-            for shards in self._at_once(name):
+            for shards in self._at_once(name, rule):
                 at_home = [shard.at(self._home) for shard in shards]
                 rule.update(at_home, step)
                 for shard in at_home:
@@ -112,10 +114,12 @@ class Optimizer:
                         shard.bucket.weight_shard.copy_(shard.master)
         self.updates -= found_inf
 
-    def _at_once(self, rule: str) -> list[list[Shard]]:
-        """The shards that a rule updates in one call: all, or one by one where each may have to be copied for it."""
-        shards = [shard for shard in self._shards if shard.bucket.key.optimizer == rule]
-        return [[shard] for shard in shards] if self._elsewhere or not shards else [shards]
+    def _at_once(self, name: str, rule: Rule) -> list[list[Shard]]:
+        """The shards that a rule updates in one call: all, or one by one where each has to be copied for it."""
+        shards = [shard for shard in self._shards if shard.bucket.key.optimizer == name]
+        copied = any(shard.bucket.grad_shard.dtype != shard.master.dtype for shard in shards)
+        apart = self._elsewhere or (copied and not rule.needs_all)
+        return [[shard] for shard in shards] if apart or not shards else [shards]
 
     def load_masters_from_weights(self) -> None:
         """Start the master weights from the weights, after initialisation or a weights-only load."""
