@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from math import prod
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanotron.parallel import params
 from nanotron.parallel.mesh import Mesh, training_axes
 from nanotron.parallel.params import TILE, Box, Init, ParamSpec, draw, flat_range_boxes, intersect
 
@@ -117,6 +120,27 @@ def test_a_part_is_drawn_as_the_whole_would_have_been(case: tuple[tuple[int, ...
     shape, box = case
     whole = draw(spec_of(shape), Box((0,) * len(shape), shape), seed=3)
     assert np.array_equal(draw(spec_of(shape), box, seed=3), whole[box.slices()])
+
+
+def test_threads_draw_tiles_at_once_and_the_values_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, box = spec_of((300, 700)), Box((0, 0), (300, 700))  # 3 × 2 tiles
+    alone, draw_tile, three = draw(spec, box, seed=3), params._draw_tile, Barrier(3)
+
+    def meet(*args: Any) -> Any:
+        three.wait(timeout=20)  # raises where not as many are at work
+        return draw_tile(*args)
+
+    monkeypatch.setattr(params, "_draw_tile", meet)
+    assert np.array_equal(draw(spec, box, seed=3, threads=3), alone)
+
+
+def test_a_draw_takes_no_more_memory_than_its_values_and_a_tile() -> None:
+    box = Box((0, 0), (2048, 512))
+    tracemalloc.start()
+    draw(spec_of(box.shape), box, seed=3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4 * (box.numel + 3 * TILE[0] * TILE[1])
 
 
 def test_values_depend_on_seed_and_name_and_follow_the_declared_law() -> None:

@@ -19,6 +19,7 @@ from nanotron.models.specs import StageModules
 from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
 from nanotron.pipeline.transport import Parcel, Transport
+from nanotron.plan.counting import Counting
 from nanotron.plan.hardware import find_cluster
 from nanotron.plan.measure import ChunkCounts, Measurements, measure_chunk
 from nanotron.plan.predict import Planner
@@ -196,6 +197,23 @@ def test_stage_3_holds_its_share_of_all_and_two_blocks_of_what_is_whole(
     assert held == pytest.approx(state * total / shards + vector * vectors, rel=0.01)
     assert memory.total <= 1.05 * (state * total / shards + block * largest + vector * vectors)
     assert memory.total > held + block / 4 * largest, "no more than one block is ever whole"
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_no_weight_is_there_twice_at_the_start(pool: Pool, zero: int) -> None:
+    for alive, peak in pool.run(2, bytes_of_a_start, zero):
+        assert peak <= 1.001 * alive
+
+
+def bytes_of_a_start(rank: int, world: int, zero: int) -> tuple[int, int]:
+    """Those that are left, and the most that there were."""
+    config = small(dp=2, zero=zero)
+    mesh = Mesh(mesh_axes(config), rank)
+    mesh.create_groups()
+    with Counting() as counter:
+        training = Training(config, mesh, "cpu")
+    assert training.buckets.all
+    return counter.alive, counter.peak
 
 
 def test_what_is_offloaded_is_no_memory_of_the_gpu() -> None:

@@ -72,7 +72,7 @@ class ChunkOptions:
     fp8: Multiplier | None = None
     """Who multiplies in fp8, in the matmuls of layers; None: these are as all others."""
     without_storage: bool = False
-    """Make weights that have a gradient without memory of their own: buckets will give them some (ZeRO-3)."""
+    """Make weights that have a gradient without memory of their own: buckets will give them some."""
 
 
 class DecoderChunk(nn.Module):

@@ -10,6 +10,7 @@ No torch at module level: ``nanotron check`` and the planner read these too.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import product
@@ -20,6 +21,8 @@ from nanotron.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     import numpy as np
+
+    Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 MODEL_AXES = ("tp",)
 """Axes whose ranks hold different parts, or copies, of one stage's parameters."""
@@ -156,28 +159,36 @@ TILE = (128, 512)
 """Initial values are drawn in tiles of at most (rows, columns) of the 2-D view [all but the last dim, last dim]."""
 
 
-def draw(spec: ParamSpec, box: Box, seed: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def draw(spec: ParamSpec, box: Box, seed: int, *, threads: int = 1) -> Floats:
     """The initial values of ``box``, float32: a pure function of (seed, global name, position).
 
     Each tile has a generator of its own, seeded by the hash of (seed, name, tile), so a rank draws only the tiles that
-    its box touches, and any layout gets the same weights.
+    its box touches, on as many threads as it likes, and any layout gets the same weights.
     """
     import numpy as np
 
     if spec.init.kind != "normal":
         return np.full(box.shape, 1.0 if spec.init.kind == "ones" else 0.0, dtype=np.float32)
     values = np.empty(box.shape, dtype=np.float32)
-    for index, row, col, height, width in _rows_of(spec.shape, box):
-        view = values[index].reshape(height, width)
-        for top, left in product(range(row // TILE[0], -(-(row + height) // TILE[0])), _tile_columns(col, width)):
-            tile = _draw_tile(spec, seed, top, left)
-            rows = slice(max(row, top * TILE[0]), min(row + height, top * TILE[0] + tile.shape[0]))
-            cols = slice(max(col, left * TILE[1]), min(col + width, left * TILE[1] + tile.shape[1]))
-            view[rows.start - row : rows.stop - row, cols.start - col : cols.stop - col] = tile[
-                rows.start - top * TILE[0] : rows.stop - top * TILE[0],
-                cols.start - left * TILE[1] : cols.stop - left * TILE[1],
-            ]
-    return values * np.float32(spec.init.std)
+
+    def fill(view: Floats, row: int, col: int, top: int, left: int) -> None:
+        tile = _draw_tile(spec, seed, top, left)
+        rows = slice(max(row, top * TILE[0]), min(row + view.shape[0], top * TILE[0] + tile.shape[0]))
+        cols = slice(max(col, left * TILE[1]), min(col + view.shape[1], left * TILE[1] + tile.shape[1]))
+        view[rows.start - row : rows.stop - row, cols.start - col : cols.stop - col] = tile[
+            rows.start - top * TILE[0] : rows.stop - top * TILE[0],
+            cols.start - left * TILE[1] : cols.stop - left * TILE[1],
+        ]
+
+    with ThreadPoolExecutor(threads) as pool:
+        filled = [
+            pool.submit(fill, values[index].reshape(height, width), row, col, top, left)
+            for index, row, col, height, width in _rows_of(spec.shape, box)
+            for top, left in product(range(row // TILE[0], -(-(row + height) // TILE[0])), _tile_columns(col, width))
+        ]
+        for tile in filled:
+            tile.result()
+    return values
 
 
 def _rows_of(shape: tuple[int, ...], box: Box) -> Iterator[tuple[tuple[int, ...], int, int, int, int]]:
@@ -196,11 +207,13 @@ def _tile_columns(col: int, width: int) -> range:
     return range(col // TILE[1], -(-(col + width) // TILE[1]))
 
 
-def _draw_tile(spec: ParamSpec, seed: int, top: int, left: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _draw_tile(spec: ParamSpec, seed: int, top: int, left: int) -> Floats:
     import numpy as np
 
     rows, cols = prod(spec.shape[:-1]), spec.shape[-1]
     digest = blake2b(f"{seed}/{spec.name}/{top},{left}".encode(), digest_size=16).digest()
     generator = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
     shape = (min(TILE[0], rows - top * TILE[0]), min(TILE[1], cols - left * TILE[1]))
-    return generator.standard_normal(shape, dtype=np.float32)
+    tile = generator.standard_normal(shape, dtype=np.float32)
+    tile *= np.float32(spec.init.std)
+    return tile

@@ -38,7 +38,6 @@ def chunk_options(config: Config, device: torch.device | str) -> ChunkOptions:
         context_mode=layout.cp_mode,
         fuse=fused if config.model.compile is True else eager,
         fp8=multiplier_of(device, dtype) if config.model.fp8 else None,
-        without_storage=config.optimizer.zero_stage == 3,
     )
 
 

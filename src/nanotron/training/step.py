@@ -43,7 +43,7 @@ class Training:
         """``kernels``: who computes matmuls and attention; None: what is fastest on the device."""
         self._config, self._mesh = config, mesh
         stages = modules_of_stages(config, mesh.coord("pp"))
-        options = replace(chunk_options(config, device), kernels=kernels)
+        options = replace(chunk_options(config, device), kernels=kernels, without_storage=True)
         self.chunks = build_chunks(config, mesh, stages, options)
         self.buckets = build_buckets(config, mesh, self.chunks)
         self.optimizer = build_optimizer(config, self.buckets, mesh)
@@ -61,9 +61,9 @@ class Training:
 
     def initialize(self) -> None:
         """Draw the initial weights, the same on every layout."""
-        specs = parameter_specs(self._config)
+        specs, seed, threads = parameter_specs(self._config), self._config.general.seed, torch.get_num_threads()
         for shard in self._weights():
-            shard.tensor.copy_(torch.from_numpy(draw(specs[shard.name], shard.box, self._config.general.seed)))
+            shard.tensor.copy_(torch.from_numpy(draw(specs[shard.name], shard.box, seed, threads=threads)))
         self.optimizer.load_masters_from_weights()
 
     def step(
