@@ -16,14 +16,15 @@ import torch.distributed as dist
 from nanotron.parallel.comm import start_reduce_scatter
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box, ParamSpec
+from nanotron.plan.fakes import FakeMesh
 from tests.optim.toy import ToyChunk, make_buckets, matrix, norm, whole
 
 SPECS = [
-    matrix("embed.weight", 11, 3),
+    matrix("embed.weight", 50, 3),
     norm("layers.0.attn_norm.weight", 3),
-    matrix("layers.0.mlp.down.weight", 3, 5),
+    matrix("layers.0.mlp.down.weight", 3, 25),
     norm("layers.1.attn_norm.weight", 3),
-    matrix("layers.1.mlp.down.weight", 3, 5),
+    matrix("layers.1.mlp.down.weight", 3, 25),
 ]
 
 
@@ -62,6 +63,22 @@ def test_parameters_keep_their_values_as_views_of_the_bucket():
             assert torch.equal(slot.weight.data, whole(slot.spec, seed=1))
         bucket.weights.zero_()
     assert all(not weight.any() for weight in chunk.weights.values())
+
+
+@pytest.mark.parametrize(("dtype", "grad_dtype"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_parameters_and_shards_begin_at_multiples_of_128_bytes(zero_stage, dtype, grad_dtype):
+    for rank in range(4):
+        mesh = FakeMesh({"dp": {"dp_copies": 2, "dp_shard": 2}}, rank)
+        chunk = ToyChunk(SPECS, mesh, dtype)
+        for bucket in make_buckets(chunk, mesh, zero_stage=zero_stage, grad_dtype=lambda dtype: grad_dtype).all:
+            starts = [slot.start for slot in bucket.slots]
+            ends = [slot.start + slot.box.numel for slot in bucket.slots]
+            assert all(end <= start for end, start in zip(ends, [*starts[1:], bucket.numel], strict=True))
+            for start in (*starts, bucket.shard.start, bucket.norm_shard.start, bucket.numel):
+                assert start * dtype.itemsize % 128 == start * grad_dtype.itemsize % 128 == 0
+            used = sum(slot.box.numel for slot in bucket.slots)
+            assert bucket.numel <= used + (len(starts) + mesh.size("dp")) * 128 // dtype.itemsize
 
 
 def test_a_chunk_that_nobody_uses_any_more_is_gone_with_its_buckets():
@@ -168,8 +185,7 @@ def reduce_in_any_order(rank: int, world: int, axes: dict[str, int | dict[str, i
 @pytest.mark.parametrize("axes", [{"dp": 3}, {"dp": {"dp_copies": 2, "dp_shard": 2}}], ids=str)
 def test_blocks_leave_in_one_order_whatever_order_gradients_come_in(pool, axes, stage):
     """Two ranks that sent the same blocks in another order would add up what does not belong together."""
-    shards = 3 if axes == {"dp": 3} else 4  # a bucket is padded to as many
-    embed, down = -(-33 // shards) * shards, -(-15 // shards) * shards
+    embed, down = (192, 96) if axes == {"dp": 3} else (256, 128)  # padded to as many of whole 128 bytes
     for sent, error in pool.run(3 if axes == {"dp": 3} else 4, reduce_in_any_order, axes, stage):
         assert sent == [down, down, embed] * 3
         assert error < 1e-5
@@ -243,7 +259,7 @@ def gathers_on_rank(rank: int, world: int) -> list[int]:
 
 
 def test_weights_that_the_forward_meets_first_are_sent_first(pool):
-    embed, norms, down = 34, 6, 16  # elements, padded to 2 replicas
+    embed, norms, down = 192, 64, 128  # elements, padded to 2 replicas of whole 128 bytes
     assert pool.run(2, gathers_on_rank) == [[embed, norms, down, down]] * 2
 
 

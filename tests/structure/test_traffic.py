@@ -170,8 +170,12 @@ def least(config: Config, mesh: Mesh) -> Counts:
 
     replicas = mesh.ranks_along("dp", "cp")
     found.add("all_reduce", replicas, 1, 8)
+
+    def share(parameters: int) -> int:  # of one replica, in whole 128 bytes
+        return -(-parameters // (len(replicas) * 128 // size)) * 128 // size
+
     for parameters in buckets(config, mesh, layers, norms):
-        padded = -(-parameters // len(replicas)) * len(replicas)
+        padded = share(parameters) * len(replicas)
         if config.optimizer.zero_stage == 0:
             found.add("all_reduce", replicas, 1, padded * size)
         else:
@@ -179,7 +183,7 @@ def least(config: Config, mesh: Mesh) -> Counts:
             found.add("all_gather", replicas, 1, padded * size)
 
     def part(parameters: int) -> int:  # of a gradient that this rank has the sum of
-        return -(-parameters // len(replicas)) if config.optimizer.zero_stage else parameters
+        return share(parameters) * (1 if config.optimizer.zero_stage else len(replicas))
 
     if tied_stages(config) and ends:
         found.add("all_reduce", _tied(config, mesh), 1, part(rows(mesh) * model.hidden_size) * size)

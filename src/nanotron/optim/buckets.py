@@ -8,9 +8,11 @@ a view of the second. It is reduced over the data axes with one collective, and,
         q │ kv │ out │ gate_up │ down ░   q │ kv │ …             ░    attn_norm │ mlp_norm │ … ░    ░ padding to n
         └ replica 0 ┴ replica 1 ──────┘   └ replica 0 ┴ replica 1┘    └ replica 0 ┴ replica 1 ─┘
 
+Parameters and shards begin at multiples of 128 bytes, as kernels and networks like it; what is between is always 0.
+
 Parameters share a bucket when everything about their key is equal (``GroupKey``), and a bucket does not cross a
-block unless both are small. Reductions are sums, always in this order: over the stages that tie a parameter, over the
-axes where each rank has only a part of the gradient, over the data axes.
+block unless both are small. Reductions are sums, always in this order: over the data axes, over the axes where each
+rank has only a part of the gradient, over the stages that tie a parameter.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box, ParamSpec, flat_range_boxes
 
 _NORM_ROW = 1024  # elements
+_ALIGNMENT = 128  # bytes
 
 
 class GroupKey(NamedTuple):
@@ -205,17 +208,17 @@ class Buckets:
         )
 
     def _build(self, key: GroupKey, chunk: Chunk, names: list[str], grad_dtype: torch.dtype) -> Bucket:
-        slots, start = [], 0
+        slots, start, step = [], 0, _ALIGNMENT // min(key.dtype.itemsize, grad_dtype.itemsize)
         for name in names:
             box = chunk.specs[name].local_box(self._mesh)
             slots.append(Slot(chunk.specs[name], box, start, chunk.weights[name]))
-            start += box.numel
+            start += _rounded_up(box.numel, step)
         axes, copies = (key.reduce_axes, ()) if self._zero_stage else ((), key.reduce_axes)
         if key.block:
             axes, copies = self._mesh.shards_and_copies(key.reduce_axes)
         shards, owners = self._mesh.ranks_along(*axes), self._mesh.ranks_along(*copies)
         replicas, shard, copy = len(shards) * len(owners), shards.index(self._mesh.rank), owners.index(self._mesh.rank)
-        length = -(-start // replicas)  # of what a replica counts, the last ones padded
+        length = _rounded_up(-(-start // replicas), step)  # of what a replica counts, the last ones padded
         held = length * len(owners)
         like = slots[0].weight.new_zeros(())  # of a device
         whole_weights, whole_grads = not (key.block and self._zero_stage == 3), not key.block
@@ -442,6 +445,10 @@ def squared_norm(flat: Tensor) -> Tensor:
 def _learning(chunk: Chunk) -> dict[str, nn.Parameter]:
     """The chunk's weights that have a gradient."""
     return {name: weight for name, weight in chunk.weights.items() if weight.requires_grad}
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def _bytes(weight: Tensor) -> int:
