@@ -56,6 +56,10 @@ def test_gemms_add_to_what_is_there(by: Kernels, n: int, k: int, dtype: torch.dt
         torch.testing.assert_close(total.double(), expected, rtol=2e-2, atol=2e-2)
     else:
         close(total, expected)
+    first, sum_of_one = torch.full_like(total, torch.nan), torch.zeros_like(total)
+    add_gemm(first, left, right, first=True, kernels=by)
+    add_gemm(sum_of_one, left, right, kernels=by)
+    assert torch.equal(first, sum_of_one), "the first one writes over what is there"
 
 
 @by_each_library

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nanotron.ops.chunk import Hooks, Use
+from nanotron.ops.weight_grads import add
 from nanotron.optim.buckets import Buckets
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Init, ParamSpec
@@ -29,7 +30,7 @@ class ToyChunk:
 
     def contribute(self, name: str, grad: torch.Tensor) -> None:
         """What a layer's backward does with one microbatch's gradient of a weight."""
-        self.hooks.weight_grads.add(self.weights[name], lambda buffer: buffer.add_(grad))
+        self.hooks.weight_grads.add(self.weights[name], lambda buffer, first: add(buffer, grad, first))
 
 
 def whole(spec: ParamSpec, seed: int) -> torch.Tensor:

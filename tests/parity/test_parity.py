@@ -13,7 +13,9 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
+from nanotron.ops.weight_grads import Accumulate, WeightGrads
 from nanotron.pipeline.transport import Parcel
 from tests.models.tiny import gradient_errors
 from tests.parity.cases import FIRST_STEPS, STEPS, Case, every_case
@@ -98,6 +100,39 @@ def test_one_large_microbatch_equals_many_small_ones(pool: Pool, references: Ref
     for size in (12, 3, 1):
         case = Case(rows=size, dtype="float64", steps=FIRST_STEPS)
         assert not difference(record(pool, case), references.of(case)).problems(case)
+
+
+def train_adding_to_zeros(rank: int, world: int, case: Case) -> Trained:
+    """The same, but no gradient writes over what is left of the last step: zeros do."""
+    add_now = WeightGrads.add_now
+
+    def add_to_zeros(self: WeightGrads, weight: Tensor, accumulate: Accumulate) -> None:
+        def after_zeros(buffer: Tensor, first: bool) -> None:
+            if first:
+                buffer.zero_()
+            accumulate(buffer, False)
+
+        add_now(self, weight, after_zeros)
+
+    with mock.patch.object(WeightGrads, "add_now", add_to_zeros):
+        return train(rank, world, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(experts=8, router="shared", family="qwen2", loss_chunk=7, tied=True),
+        Case(dp=2, pp=2, tied=True, rows=1, zero_stage=2, layers=2, dtype="bfloat16"),
+        Case(dp=2, rows=1, zero_stage=3, layers=2, accumulate_in_fp32=False, dtype="bfloat16"),
+    ],
+    ids=str,
+)
+def test_the_first_gradient_of_a_step_writes_the_bits_of_a_sum_with_zero(pool: Pool, case: Case) -> None:
+    case = replace(case, steps=2)
+    found, expected = record(pool, case), record(pool, case, train_adding_to_zeros)
+    assert (found.losses, found.grad_norm) == (expected.losses, expected.grad_norm)
+    assert all(torch.equal(grad, expected.first_grads[name]) for name, grad in found.first_grads.items())
+    assert all(torch.equal(weight, expected.weights[name]) for name, weight in found.weights.items())
 
 
 @pytest.mark.parametrize(("dp", "steps"), [(3, 5), pytest.param(4, 50, marks=pytest.mark.nightly)])

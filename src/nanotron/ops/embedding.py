@@ -50,5 +50,7 @@ def local_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return (ids - first).masked_fill(foreign, 0), foreign
 
 
-def _add_rows(buffer: Tensor, rows: Tensor, grad: Tensor) -> None:
+def _add_rows(buffer: Tensor, first: bool, rows: Tensor, grad: Tensor) -> None:
+    if first:
+        buffer.zero_()
     buffer.index_add_(0, rows.flatten(), grad.flatten(0, -2).to(buffer.dtype))

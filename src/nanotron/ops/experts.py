@@ -24,6 +24,7 @@ from nanotron.ops.fused import any_number_of_rows, precise
 from nanotron.ops.gemm import add_gemm
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.linear import TensorParallel, weight_grad
+from nanotron.ops.weight_grads import add
 from nanotron.parallel.comm import all_to_all_rows, with_transpose
 from nanotron.parallel.mesh import Mesh
 
@@ -90,9 +91,9 @@ class _RouterLogits(Function):
         return (grad @ precise(ctx.weight)).to(x.dtype), weight_grad(ctx.tp, ctx.weight, accumulate), None
 
 
-def _add_router_grad(buffer: Tensor, grad: Tensor, x: Tensor) -> None:
+def _add_router_grad(buffer: Tensor, first: bool, grad: Tensor, x: Tensor) -> None:
     """buffer [E, d] += gradᵀ · x, over all tokens."""
-    buffer += grad.flatten(0, -2).t() @ precise(x).flatten(0, -2)
+    add(buffer, grad.flatten(0, -2).t() @ precise(x).flatten(0, -2), first)
 
 
 # ------------------------------------------------------------- how tokens reach experts
@@ -254,9 +255,13 @@ def _grouped_gemm(rows: Tensor, weights: Tensor, sizes: list[int], kernels: Kern
     return outputs
 
 
-def _add_grouped_gemm(buffer: Tensor, grad: Tensor, rows: Tensor, sizes: list[int], kernels: Kernels) -> None:
+def _add_grouped_gemm(
+    buffer: Tensor, first: bool, grad: Tensor, rows: Tensor, sizes: list[int], kernels: Kernels
+) -> None:
     """buffer += gradᵀ · rows, of each expert's rows; by the libraries of ``_grouped_gemm``."""
     kernels = "accelerator" if kernels == "accelerator" else "cpu"
     for total, left, right in zip(_matrices(buffer), torch.split(grad, sizes), torch.split(rows, sizes), strict=True):
         if len(right):
-            add_gemm(total, left, right, kernels=kernels)
+            add_gemm(total, left, right, first=first, kernels=kernels)
+        elif first:  # nobody has chosen the expert
+            total.zero_()

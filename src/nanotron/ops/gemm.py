@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nanotron.ops.kernels import Kernels
+from nanotron.ops.weight_grads import add
 
 
 def gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, *, kernels: Kernels) -> Tensor:
@@ -22,22 +23,22 @@ def gemm(x: Tensor, w: Tensor, bias: Tensor | None = None, *, kernels: Kernels) 
     return result
 
 
-def add_gemm(total: Tensor, left: Tensor, right: Tensor, *, kernels: Kernels) -> None:
-    """total += leftᵀ · right, with left [m, n], right [m, k], total [n, k].
+def add_gemm(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False, kernels: Kernels) -> None:
+    """total += leftᵀ · right, or total = leftᵀ · right if ``first``, with left [m, n], right [m, k], total [n, k].
 
     By oneDNN, or into another dtype, with a temporary [n, k]; not where a device adds half precision up in float32.
     """
     if total.dtype != right.dtype:
         if kernels == "accelerator" and adds_in(total.dtype, right.dtype, total.device.type):
-            torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+            torch.addmm(total, left.t(), right, beta=int(not first), out_dtype=total.dtype, out=total)
         else:
-            total.add_(gemm(left.t(), right.t(), kernels=kernels))
+            add(total, gemm(left.t(), right.t(), kernels=kernels), first)
     elif not _by_onednn(total, kernels):
-        total.addmm_(left.t(), right)
+        total.addmm_(left.t(), right, beta=int(not first))
     elif left.shape[1] <= right.shape[1]:  # it copies its first argument to turn it: the smaller one
-        total.add_(gemm(left.t(), right.t(), kernels=kernels))
+        add(total, gemm(left.t(), right.t(), kernels=kernels), first)
     else:
-        total.add_(gemm(right.t(), left.t(), kernels=kernels).t())
+        add(total, gemm(right.t(), left.t(), kernels=kernels).t(), first)
 
 
 @cache

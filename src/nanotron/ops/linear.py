@@ -6,7 +6,7 @@ Activations between blocks are [b, s, d], or [b, s/t, d] under sequence parallel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from nanotron.ops.fp8 import Fp8
 from nanotron.ops.gemm import add_gemm, gemm
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.recompute import MatmulOutputs
-from nanotron.ops.weight_grads import WeightGrads
+from nanotron.ops.weight_grads import Accumulate, WeightGrads, add
 from nanotron.parallel.comm import (
     AsyncHandle,
     all_gather,
@@ -213,21 +213,21 @@ def _at(biases: Sequence[Tensor], i: int) -> Tensor | None:
     return biases[i].flatten() if biases else None
 
 
-def weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Callable[[Tensor], None]) -> Tensor | None:
+def weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Accumulate) -> Tensor | None:
     """Send a weight's gradient into its buffer, or, for a weight without one, return it for autograd to keep."""
     if weight in tp.weight_grads:
         tp.weight_grads.add(weight, accumulate)
         return None
-    grad = torch.zeros_like(weight)
-    accumulate(grad)
+    grad = torch.empty_like(weight)
+    accumulate(grad, True)
     return grad
 
 
-def _add_gemm(buffer: Tensor, grad: Tensor, x: Tensor, kernels: Kernels) -> None:
+def _add_gemm(buffer: Tensor, first: bool, grad: Tensor, x: Tensor, kernels: Kernels) -> None:
     """buffer += gradᵀ · x, over all tokens."""
-    add_gemm(_matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2), kernels=kernels)
+    add_gemm(_matrix(buffer), grad.flatten(0, -2), x.flatten(0, -2), first=first, kernels=kernels)
 
 
-def _add_sum(buffer: Tensor, grad: Tensor) -> None:
+def _add_sum(buffer: Tensor, first: bool, grad: Tensor) -> None:
     """buffer += the sum of grad over all tokens."""
-    buffer.view(-1).add_(grad.flatten(0, -2).sum(0, dtype=buffer.dtype))
+    add(buffer.view(-1), grad.flatten(0, -2).sum(0, dtype=buffer.dtype), first)

@@ -18,9 +18,8 @@ rank has only a part of the gradient, over the stages that tie a parameter.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from nanotron.ops.chunk import Chunk
-from nanotron.ops.weight_grads import WeightGrads
+from nanotron.ops.weight_grads import WeightGrads, add
 from nanotron.optim.sharding import Block, Line, WholeGrads, WholeWeights
 from nanotron.parallel.comm import all_reduce_, start_all_gather, start_all_reduce, start_reduce_scatter
 from nanotron.parallel.mesh import Mesh
@@ -109,6 +108,20 @@ class Bucket:
             work.wait()
         self.works.clear()
 
+    def clear(self, grads: Tensor, summed: Container[Tensor]) -> None:
+        """Zero what no gradient was written to: what lies between the weights, and weights that are not in ``summed``.
+
+        ``grads`` holds the whole bucket.
+        """
+        end = 0
+        for slot in self.slots:
+            if slot.weight in summed:
+                if end < slot.start:
+                    grads[end : slot.start].zero_()
+                end = slot.start + slot.box.numel
+        if end < self.numel:
+            grads[end:].zero_()
+
     @property
     def norm_part(self) -> slice:
         """``norm_shard`` within the shard."""
@@ -145,6 +158,7 @@ class Buckets:
         self._mesh, self._zero_stage, self._tied_stages = mesh, zero_stage, tied_stages
         self._chunks = chunks
         self._by_weight: dict[Tensor, Bucket] = {}
+        self._summed = set[Tensor]()  # weights whose place in the gradients has had one
         self.all: list[Bucket] = []
         for key, names in self._split(chunks, cap_bytes):
             self.all.append(self._build(key, chunks[key.chunk], names, grad_dtype(key.dtype)))
@@ -263,7 +277,7 @@ class Buckets:
             return None, None
         lines = [Line(chunk, self._blocks_of(chunk, _learning(chunk))) for chunk in self._chunks]
         everything = list(blocks.values())
-        return WholeGrads(everything, lines), WholeWeights(everything) if self._zero_stage == 3 else None
+        return WholeGrads(everything, lines, self._summed), WholeWeights(everything) if self._zero_stage == 3 else None
 
     def _blocks_of(self, chunk: Chunk, names: Iterable[str]) -> dict[str, Block]:
         """Those of the weights of these names that are sharded by block."""
@@ -295,7 +309,7 @@ class Buckets:
     def _bind(self, weight_grads: WeightGrads, weight: Tensor, slot: Slot, bucket: Bucket, chunk: int) -> None:
         if bucket.grads is not None:
             view = slot.of(bucket.grads)
-            weight_grads.bind(weight, lambda: view, self._ready)
+            weight_grads.bind(weight, lambda: view, self._ready, self._is_first)
             return
         whole, block = self._whole_grads, self._block_of[bucket]
         assert whole is not None
@@ -303,6 +317,7 @@ class Buckets:
             weight,
             lambda: slot.of(dict(block.parts(whole.of(block)))[bucket]),
             lambda weight: whole.contributed(chunk, block),
+            self._is_first,
         )
 
     def _gather_around(self, chunk: Chunk, whole: WholeWeights) -> None:
@@ -331,10 +346,10 @@ class Buckets:
     # ------------------------------------------------------------------ each step
 
     def start(self, microbatches: int, sequence_length: int) -> None:
-        """Begin a step of this many microbatches with zero gradients."""
+        """Begin a step of this many microbatches without gradients: the first of each weight's writes over the last."""
         self._next = 0
+        self._summed.clear()
         for bucket in self.all:
-            (bucket.grad_shard if bucket.grads is None else bucket.grads).zero_()
             bucket.missing = 0
         if self._whole_grads:
             self._whole_grads.start(microbatches, sequence_length)
@@ -342,6 +357,12 @@ class Buckets:
             for use in chunk.uses(sequence_length):
                 for name in use.names:
                     self._by_weight[chunk.weights[name]].missing += microbatches * use.contributions
+
+    def _is_first(self, weight: Tensor) -> bool:
+        """Whether a weight's gradient is the first in its place; the next one is not."""
+        first = weight not in self._summed
+        self._summed.add(weight)
+        return first
 
     def _ready(self, weight: Tensor) -> None:
         """Count one contribution; start the reduction of every bucket that is complete and next in line."""
@@ -372,6 +393,7 @@ class Buckets:
 
     def _start_reduction(self, bucket: Bucket) -> None:
         assert bucket.grads is not None
+        bucket.clear(bucket.grads, self._summed)
         if self._zero_stage:
             work = start_reduce_scatter(bucket.grad_shard, bucket.grads, bucket.gradient_group)
         else:
@@ -424,13 +446,9 @@ def _take_autograd_grad(weight_grads: WeightGrads) -> Callable[[Tensor], None]:
         if weight.grad is None:  # autograd passes by weights whose layer has accumulated their gradient itself
             return
         grad, weight.grad = weight.grad, None
-        weight_grads.add_now(weight, partial(_add, grad=grad))
+        weight_grads.add_now(weight, lambda buffer, first: add(buffer, grad, first))
 
     return take
-
-
-def _add(buffer: Tensor, grad: Tensor) -> None:
-    buffer += grad
 
 
 def squared_norm(flat: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from nanotron.ops.chunk import Chunk
+from nanotron.ops.weight_grads import add
 from nanotron.parallel.comm import start_all_gather, start_reduce_scatter
 
 if TYPE_CHECKING:
@@ -98,24 +99,27 @@ class WholeWeights:
 class WholeGrads:
     """The gradients that blocks add up now, and those on their way to the shards (stages 2 and 3)."""
 
-    def __init__(self, blocks: Sequence[Block], lines: Sequence[Line]) -> None:
-        """``lines``: of each chunk."""
-        self._lines = lines
+    def __init__(self, blocks: Sequence[Block], lines: Sequence[Line], summed: set[Tensor]) -> None:
+        """``lines``: of each chunk. ``summed``: weights whose place has had a gradient; not those of a new tensor."""
+        self._lines, self._summed = lines, summed
+        self._arrived = set[Block]()  # in the shards, in this step
         self._like = blocks[0].buckets[0].grad_shard
         self._adding: dict[Block, Tensor] = {}
         self._leaving = deque[tuple[Block, Tensor, list[Work]]]()  # oldest first
 
     def start(self, microbatches: int, sequence_length: int) -> None:
         """Begin a step of this many microbatches."""
+        self._arrived.clear()
         for line in self._lines:
             line.start(microbatches, sequence_length)
 
     def of(self, block: Block) -> Tensor:
-        """What a block's gradients are added to: zeros, if these are the first."""
+        """What a block's gradients are added to."""
         if block not in self._adding:
             while self._leaving and len(self._adding) + len(self._leaving) >= AT_ONCE:
                 self._arrive()
-            self._adding[block] = self._like.new_zeros(block.numel)
+            self._adding[block] = self._like.new_empty(block.numel)
+            self._summed.difference_update(slot.weight for bucket in block.buckets for slot in bucket.slots)
         return self._adding[block]
 
     def contributed(self, chunk: int, block: Block) -> None:
@@ -123,6 +127,7 @@ class WholeGrads:
         for complete in self._lines[chunk].passed(block):
             whole, works = self.of(complete), list[Work]()
             for bucket, flat in complete.parts(whole):
+                bucket.clear(flat, self._summed)
                 work = start_reduce_scatter(flat[bucket.shard], flat, bucket.gradient_group)
                 works += [work] if work is not None else []
             del self._adding[complete]
@@ -144,7 +149,8 @@ class WholeGrads:
         block, whole, works = self._leaving.popleft()
         _wait(works)
         for bucket, flat in block.parts(whole):
-            bucket.grad_shard += flat[bucket.shard]
+            add(bucket.grad_shard, flat[bucket.shard], block not in self._arrived)
+        self._arrived.add(block)
 
 
 class Line:

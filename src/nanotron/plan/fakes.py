@@ -92,6 +92,7 @@ def _weight_gradient_of_one(
     counter: Counting,
     add: Callable[..., None],
     buffer: Tensor,
+    first: bool,
     grad: Tensor,
     rows: Tensor,
     sizes: list[int],
@@ -100,7 +101,7 @@ def _weight_gradient_of_one(
     """An expert's weight gradient, counted as often as experts have rows: they are alike, and may be very many."""
     most = max(sizes)
     with counter.times(sum(map(bool, sizes))):
-        add(buffer[:1], grad[:most], rows[:most], [most], kernels)
+        add(buffer[:1], first, grad[:most], rows[:most], [most], kernels)
 
 
 def even_numbers(chosen: Tensor, ranks: Tensor, here: int, mesh: Mesh) -> Numbers:

@@ -403,7 +403,7 @@ def _contribute(config: Config, chunks: Sequence[DecoderChunk], buckets: Buckets
     for chunk in reversed(chunks):
         for use in reversed(chunk.uses(length)):
             for name in use.names * use.contributions:
-                chunk.hooks.weight_grads.add_now(chunk.weights[name], lambda buffer: None)
+                chunk.hooks.weight_grads.add_now(chunk.weights[name], lambda buffer, first: None)
 
 
 def _update(
