@@ -71,7 +71,7 @@ def communicators(rank: int, world: int, axes: Any) -> tuple[int, int, int]:
         mesh.create_groups([mesh.data_parts[:1]], rows=True)
     asked = [mesh.group("tp", purpose=purpose) for purpose in ("compute", "gradients")]
     asked += [mesh.group("dp", purpose=purpose) for purpose in ("gradients", "weights", "control")]
-    asked += [mesh.world_group(), mesh.group("pp", purpose="forward"), mesh.group("pp", purpose="backward")]
+    asked += [mesh.world_group(), *(mesh.edge_group(*edge) for edge in ((0, 1), (1, 0)) if mesh.size("pp") > 1)]
     groups = [group for group in asked if group is not None]
     return len(created), len(groups), len(set(map(id, groups)))
 

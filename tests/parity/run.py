@@ -17,7 +17,7 @@ from nanotron.data.feed import Feed
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box
 from nanotron.training.step import Training
-from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, tied_stages
+from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, pipeline_schedule, tied_stages
 from tests.parity.cases import OPTIMIZERS, ROUTERS, ROWS, Case
 from tests.parity.routes import near_ties
 from tests.pool import Pool
@@ -224,6 +224,7 @@ def prepare(config: Config, mesh: Mesh) -> Training:
         mesh.create_groups(
             {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()},
             tied_stages=[stage for stages in tied_stages(config).values() for stage in stages],
+            edges=pipeline_schedule(config).edges,
             owners=has_owners(config),
         )
     training = Training(config, mesh, "cpu")

@@ -7,11 +7,14 @@ depends on how long its weight gradients take. With one communicator for both, r
 from __future__ import annotations
 
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.ops.chunk import Hooks, Use
 from nanotron.ops.linear import TensorParallel, linear
@@ -21,7 +24,7 @@ from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box, Init, ParamSpec
 from nanotron.pipeline.engine import Pipeline
 from nanotron.pipeline.transport import Parcel
-from tests.pipeline.toy import ToyBatch, toy_schedule
+from tests.pipeline.toy import ToyBatch, toy_batches, toy_pipeline, toy_schedule
 from tests.pool import CaseFailed, Pool
 
 HIDDEN, ROWS, TOKENS, MICROBATCHES = 8, 2, 4, 6
@@ -129,6 +132,34 @@ def create_groups(mesh: Mesh, *, one_communicator: bool) -> None:
         for (purpose, ranks), group in list(mesh._groups.items()):
             if purpose == "gradients" and ("compute", ranks) in mesh._groups:
                 mesh._groups["compute", ranks] = group
+
+
+def directions(rank: int, world: int, name: str) -> dict[str, set[str]]:
+    """What this rank does in the communicator of each transfer."""
+    mesh = Mesh({"pp": world}, rank)
+    mesh.create_groups()
+    found: dict[str, set[str]] = {}
+
+    class Transfers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "c10d":
+                group = dist.ProcessGroup.unbox(args[1])
+                found.setdefault(f"{group.group_name} of {group.size()}", set()).add(func._opname)
+            return func(*args, **(kwargs or {}))
+
+    pipeline = toy_pipeline(toy_schedule(name, world), mesh)
+    with Transfers():
+        pipeline.run(toy_batches(world), 1.0)
+    return found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_what_comes_and_what_goes_between_two_ranks_share_no_communicator(pool: Pool, name: str) -> None:
+    found = pool.run(3, directions, name)
+    assert all(group.endswith(" of 2") for ranks in found for group in ranks)
+    every = {group for ranks in found for group in ranks}
+    for kind in ("send", "recv_"):
+        assert {group for ranks in found for group in ranks if ranks[group] == {kind}} == every
 
 
 @pytest.mark.parametrize("haste", ["random", "unequal"])

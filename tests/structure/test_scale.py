@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,8 @@ def test_a_rank_creates_one_group_for_each_purpose_and_product_of_axes(monkeypat
     monkeypatch.setattr(dist, "new_group", counted)
     mesh = Mesh(AXES, 1234)
     mesh.create_groups([("dp",)], tied_stages=(0, 7), rows=True)
-    assert len(created) == 9  # of tp: compute, gradients, and tp_rep; of dp: control, gradients, weights; rows; 2 of pp
+    # of tp: compute, gradients, and tp_rep; of dp: control, gradients, weights; rows; to and from two stages
+    assert len(created) == 11
     assert all(1234 in ranks for ranks in created)
 
 
@@ -53,22 +55,38 @@ def test_where_the_world_splits_every_rank_asks_for_the_same_groups_and_finds_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     splits: list[list[list[int]]] = []
+    urgent: list[bool] = []
+
+    def split(split_ranks: list[list[int]], timeout: Any, pg_options: Any) -> object | None:
+        splits.append(split_ranks)
+        urgent.append(pg_options is not None and pg_options.is_high_priority_stream)
+        return object() if any(rank in group for group in split_ranks) else None
+
     monkeypatch.setattr(module, "_can_split", lambda: True)
     monkeypatch.setattr(dist, "new_group", lambda ranks, backend, **_: backend == "gloo" or 1 / 0)  # of rows alone
-    monkeypatch.setattr(dist, "split_group", lambda split_ranks, timeout: splits.append(split_ranks) or object())
+    monkeypatch.setattr(dist, "split_group", split)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
     axes = training_axes(dp=4, tp=4, pp=3, num_key_value_heads=2, cp=2, ep=2)
     asked = []
     for rank in range(96):
         mesh = Mesh(axes, rank)
         mesh.create_groups([("edp",)], tied_stages=(0, 2), rows=True)
         assert mesh.group("tp_rep", purpose="gradients") is not None
+        here, after = mesh.coord("pp"), (mesh.coord("pp") + 1) % 3
+        assert mesh.edge_group(here, after) is not mesh.edge_group(after, here)
         asked.append(splits[:])
         splits.clear()
     assert all(one == asked[0] for one in asked)
+    assert urgent == urgent[: len(asked[0])] * 96
+    waited_for = [groups[0] for groups, first in zip(asked[0], urgent, strict=False) if first]
+    inside = [list(Mesh(axes, 0).ranks_along(axis)) for axis in ("tp", "cp", "ep")]
+    assert waited_for == [*inside, *([0, 32], [0, 32], [0, 64], [0, 64], [32, 64], [32, 64])]  # of edges, to and fro
     for groups in asked[0]:
         members = [rank for group in groups for rank in group]
         assert len(members) == len(set(members)), "no rank is in two"
-    assert [len(groups) * len(groups[0]) for groups in asked[0]].count(96) == len(asked[0]) - 1, "all but the tied"
+    of_all = [groups for groups in asked[0] if len(groups) * len(groups[0]) == 96]
+    assert len(of_all) == len(asked[0]) - 7, "all but the tied, and edges"
 
 
 def process_seconds(action: Any) -> float:

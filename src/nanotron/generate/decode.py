@@ -82,14 +82,15 @@ class Decoder:
         assert isinstance(x, Tensor)
         if self._last:
             return x
-        after = self._mesh.rank_at(pp=self._mesh.coord("pp") + 1)
-        dist.send(x, after, group=self._mesh.group("pp", purpose="forward"))
+        stage = self._mesh.coord("pp")
+        dist.send(x, self._mesh.rank_at(pp=stage + 1), group=self._mesh.edge_group(stage, stage + 1))
         return None
 
     def _receive(self, batch: Batch) -> Tensor:
         shape = (*batch.tokens.shape, self._model.config.hidden_size)  # [b, s, d]
         x = torch.empty(shape, dtype=self._dtype, device=self._device)
-        dist.recv(x, self._mesh.rank_at(pp=self._mesh.coord("pp") - 1), group=self._mesh.group("pp", purpose="forward"))
+        stage = self._mesh.coord("pp")
+        dist.recv(x, self._mesh.rank_at(pp=stage - 1), group=self._mesh.edge_group(stage - 1, stage))
         return x
 
     def _agree(self, logits: Tensor | None, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:

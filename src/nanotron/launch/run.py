@@ -216,7 +216,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
 
     from nanotron.data.tokenize.prepare import may_stream, prepare_data
     from nanotron.parallel.mesh import Mesh
-    from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, tied_stages
+    from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, pipeline_schedule, tied_stages
 
     general, mesh = config.general, Mesh(mesh_axes(config), place.rank)
     set_up_logging(config.logging.log_level, config.logging.log_level_replica, mesh)
@@ -240,7 +240,8 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
         peers.gather(backend, device, timeout)
         (holders,) = tied_stages(config).values() or [()]  # the embedding is all that is ever tied
         reductions = {spec.reduce_axes(mesh) for spec in parameter_specs(config).values()}
-        mesh.create_groups(reductions, holders, timeout, rows=may_stream(config), owners=has_owners(config))
+        edges, rows, owners = pipeline_schedule(config).edges, may_stream(config), has_owners(config)
+        mesh.create_groups(reductions, holders, timeout, edges=edges, rows=rows, owners=owners)
     sizes = mesh.layout()
     axes = ["dp", *(axis for axis in ("dp_shard", "ep", "cp") if sizes.get(axis, 1) > 1), "tp", "pp"]
     layout = " ".join(f"{axis}={sizes[axis]}" for axis in axes)

@@ -14,26 +14,29 @@ The arithmetic needs no torch; ``create_groups`` does.
 Every purpose has communicators of its own, also where two purposes join the same ranks. Collectives of one communicator
 must start in one order on all its ranks, and each purpose keeps that order by itself: what a forward computes, in
 program order; gradients, bucket by bucket, at moments that depend on timing. In one communicator they would interleave
-differently on different ranks.
+differently on different ranks. Between two stages each direction has one, so that what comes never waits for what goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 AxisSizes = Mapping[str, "int | Mapping[str, int]"]
 
-Purpose = Literal["compute", "gradients", "weights", "rows", "control", "forward", "backward"]
+Purpose = Literal["compute", "gradients", "weights", "rows", "control", "transfers"]
 """What a communicator is for: collectives inside a forward or backward (of tensors, sequences, experts), gradients,
-updated weights, rows of a stream, the few numbers that steer a step, and transfers between stages: of activations
-(forward), of their gradients (backward)."""
+updated weights, rows of a stream, the few numbers that steer a step, and transfers from one stage to another."""
+
+URGENT = ("compute", "transfers")
+"""What somebody waits for at once: on GPUs it goes before what may travel beside a computation."""
 
 DATA_AXES = ("dp", "cp")
 """Axes whose ranks see different tokens: gradients are summed over them."""
@@ -164,6 +167,7 @@ class Mesh:
         tied_stages: Sequence[int] = (),
         timeout: timedelta | None = None,
         *,
+        edges: Iterable[tuple[int, int]] | None = None,
         rows: bool = False,
         owners: bool = False,
     ) -> None:
@@ -173,6 +177,7 @@ class Mesh:
         the whole world into all groups of that kind.
         ``reductions``: products of data parts that some gradients are summed over, besides all of them.
         ``tied_stages``: pipeline coordinates that hold copies of one parameter; their ranks sum its gradient.
+        ``edges``: pipeline coordinates that send to each other; None: neighbours, and the first and the last.
         ``rows``: whether the ranks of a replica pass rows of a stream on, ``group("pp", "cp", "tp", purpose="rows")``.
         ``owners``: whether the ranks of a stage own matrices of it, ``group("dp", "cp", "tp", purpose="weights")``.
         ``timeout`` of every collective in these groups (torch's default when None).
@@ -187,10 +192,13 @@ class Mesh:
         wanted += [("weights", axes) for axes in sums if axes in wholes or axes != (COPIES,)]
         wanted += [("weights", ("dp", "cp", "tp"))] if owners else []
         wanted += [("rows", ("pp", "cp", "tp"))] if rows else []
-        wanted += [("forward", ("pp",)), ("backward", ("pp",))]
         for purpose, axes in wanted:
             self._create(purpose, lambda mesh, axes=axes: mesh.ranks_along(*axes), timeout)  # type: ignore[misc]
-        if tied_stages:
+        stages = range(self.size("pp"))
+        for ends in _apart(edges if edges is not None else zip(stages, (*stages[1:], 0), strict=True)):
+            for back in (False, True):
+                self._create("transfers", partial(Mesh._edge, ends=ends, back=back), timeout)
+        if tied_stages:  # last, for others have no such group
             self._create("gradients", lambda mesh: mesh._tied_ranks(tied_stages), timeout)
 
     def group(self, *axes: str, purpose: Purpose = "compute") -> ProcessGroup | None:
@@ -208,6 +216,10 @@ class Mesh:
         """The communicator of the ranks that hold this rank's shard of a parameter tied over these stages."""
         return self._group("gradients", self._tied_ranks(stages))
 
+    def edge_group(self, source: int, target: int) -> ProcessGroup:
+        """The communicator of what pipeline coordinate ``source`` sends to ``target``; this rank's is one of them."""
+        return self._groups["transfers", (self.rank_at(pp=source), self.rank_at(pp=target))]
+
     def _group(self, purpose: Purpose, ranks: Sequence[int]) -> ProcessGroup | None:
         if len(ranks) == 1:
             return None
@@ -220,24 +232,37 @@ class Mesh:
     def _tied_ranks(self, stages: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.rank_at(pp=stage) for stage in sorted(set(stages)))
 
+    def _edge(self, ends: Mapping[int, tuple[int, int]], *, back: bool) -> tuple[int, ...]:
+        """Who sends and who receives on this rank's edge, of those by pipeline coordinate; alone where it has none."""
+        stage = self.coord("pp")
+        ranks = tuple(self.rank_at(pp=end) for end in ends.get(stage, (stage,)))
+        return ranks[::-1] if back else ranks
+
     def _create(self, purpose: Purpose, ranks_of: Callable[[Mesh], tuple[int, ...]], timeout: timedelta | None) -> None:
-        """Create this rank's group of those that ``ranks_of`` gives each rank; some are of no rank of some stages."""
+        """Create this rank's group of those that ``ranks_of`` gives each rank; some are of no rank of some stages.
+
+        torch calls a group by its ranks and by how many its ranks have created before: all have to have as many. So who
+        has no edge, when others have one, is a group alone.
+        """
         import torch.distributed as dist
 
         ranks = ranks_of(self)
         whole = purpose == "control" and len(ranks) == self.world
-        if len(ranks) == 1 or whole or (purpose, ranks) in self._groups:
+        if purpose != "transfers" and (len(ranks) == 1 or whole or (purpose, ranks) in self._groups):
             return
-        group = None
+        group, options = None, _options(purpose)
         backend = "gloo" if purpose == "rows" else None  # hosts read them, and none waits for its device
         if backend is None and _can_split():
             held: dict[int, tuple[int, ...]] = {}  # rank -> its group
             for rank in range(self.world):
                 if rank not in held:
                     held |= dict.fromkeys(found := ranks_of(self.seen_by(rank)), found)
-            group = dist.split_group(split_ranks=list(map(list, dict.fromkeys(held.values()))), timeout=timeout)
+            parts = [sorted(found) for found in dict.fromkeys(held.values()) if len(found) > 1]
+            group = dist.split_group(split_ranks=parts, timeout=timeout, pg_options=options)
         elif self.rank in ranks:
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+            )
         if group is not None:
             self._groups[purpose, ranks] = group
 
@@ -249,6 +274,27 @@ def _can_split() -> bool:
     world = group.WORLD
     device = world.bound_device_id if world is not None else None
     return world is not None and device is not None and bool(world._get_backend(device).supports_splitting)
+
+
+def _options(purpose: Purpose) -> Any:
+    """What NCCL makes a communicator with: streams of high priority for what is urgent; else None, its defaults."""
+    import torch.distributed as dist
+
+    if purpose not in URGENT or dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
+def _apart(edges: Iterable[tuple[int, int]]) -> list[dict[int, tuple[int, int]]]:
+    """Edges in few sets, in each of which an end has one at most: end -> edge, lower end first."""
+    sets: list[dict[int, tuple[int, int]]] = []
+    for edge in sorted({(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]}):
+        free = [ends for ends in sets if not ends.keys() & edge]
+        if not free:
+            sets.append(free_one := {})
+            free = [free_one]
+        free[0].update(dict.fromkeys(edge, edge))
+    return sets
 
 
 def _unravel(index: int, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from nanotron.pipeline.timeline import Message, Span, execute, output_of
 
 
 class Transfer(NamedTuple):
-    """One message between two pipeline ranks; activations (F) and gradients (B) travel in separate process groups."""
+    """One message between two pipeline ranks; each direction has a process group of its own."""
 
     message: Message
     source: int
@@ -61,7 +61,7 @@ def communication(schedule: Schedule, microbatches: int) -> list[Program]:
     # A transfer at time t comes after the action that ends at t and before the one that starts at t.
     events: list[list[tuple[tuple[float, ...], Step]]] = [[] for _ in range(schedule.ranks)]
     for (when, low, high), transfers in meetings.items():
-        # The forward group first on both ends: gloo and nccl alike would accept it one transfer at a time.
+        # Activations first on both ends: gloo and nccl alike would accept it one transfer at a time.
         ordered = tuple(sorted(transfers, key=lambda transfer: (transfer.message.kind != "F", transfer)))
         for rank in (low, high):
             events[rank].append(((when, 0, low, high), make_exchange(rank, ordered)))

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -84,6 +85,12 @@ class Schedule:
         return {
             self.placement(rank, chunk): (rank, chunk) for rank in range(self.ranks) for chunk in range(self.num_chunks)
         }
+
+    @property
+    def edges(self) -> set[tuple[int, int]]:
+        """The ranks of neighbouring stages, which send to each other."""
+        ranks = [self.holders[stage][0] for stage in range(self.num_stages)]
+        return {(a, b) for a, b in pairwise(ranks) if a != b}
 
     @cached_property
     def _stages(self) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Moves activations and gradients between the ranks of one pipeline, in the order that its program prescribes.
 
-Activations and gradients travel in two process groups, so that neither waits for the other. Nothing but the tensor
-itself is sent: all shapes are known beforehand. Neither sending nor receiving stops the rank; it waits where it needs
-a tensor (`Parcel.take`).
+From one rank to another all travels in one process group, in the order in which it is computed, and back in another,
+so that neither direction waits for the other. Nothing but the tensor itself is sent: all shapes are known beforehand.
+Neither sending nor receiving stops the rank; it waits where it needs a tensor (`Parcel.take`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nanotron.pipeline.communication import Exchange, Transfer
 from nanotron.pipeline.timeline import Message
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import Work
 
 
 class Parcel:
@@ -77,27 +77,22 @@ class Parcel:
 class Transport:
     """The transfers of one batch; `finish` ends it.
 
-    gloo cannot say whether a transfer is over without waiting for it, so there a thread per lane (direction, peer,
-    sent or received) waits instead: transfers of one lane finish in order.
+    gloo cannot say whether a transfer is over without waiting for it, so there a thread per lane (peer, sent or
+    received) waits instead: transfers of one lane finish in order.
     """
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._mesh, self._shape, self._dtype, self._device = mesh, shape, dtype, device
-        self._groups = {"F": mesh.group("pp", purpose="forward"), "B": mesh.group("pp", purpose="backward")}
-        group = self._groups["F"]
-        self.can_ask = group is not None and dist.get_backend(group) == "gloo"
+        self.can_ask = mesh.size("pp") > 1 and dist.get_backend() == "gloo"
         """Whether the host can do something else until a tensor arrives (with a GPU it does not wait at all)."""
-        self._lanes: dict[tuple[str, int, bool], tuple[Thread, SimpleQueue[Parcel | None]]] = {}
+        self._lanes: dict[tuple[int, bool], tuple[Thread, SimpleQueue[Parcel | None]]] = {}
         self._arriving: dict[Message, Parcel] = {}
         self._leaving: list[Parcel] = []
 
     def post(self, exchange: Exchange, outgoing: Callable[[Message], Tensor]) -> None:
         """Start the transfers of an exchange; `outgoing` gives the tensor of a message that is sent."""
-        for kind in ("F", "B"):  # on both ends in this order
-            transfers = [transfer for transfer in exchange.transfers if transfer.message.kind == kind]
-            group = self._groups[kind]
-            if transfers and group is not None:
-                self._post(transfers, exchange.peer, group, outgoing)
+        for transfer in exchange.transfers:  # on both ends in this order
+            self._post(transfer, exchange.peer, outgoing)
         for parcel in [parcel for parcel in self._leaving if parcel.is_done()]:
             parcel.finish()  # raises what went wrong
             self._leaving.remove(parcel)
@@ -115,40 +110,25 @@ class Transport:
             thread.join()
         self._leaving, self._lanes = [], {}
 
-    def _post(
-        self, transfers: list[Transfer], peer: int, group: ProcessGroup, outgoing: Callable[[Message], Tensor]
-    ) -> None:
-        sent = [transfer.target == peer for transfer in transfers]
-        tensors = [
-            outgoing(transfer.message).contiguous() if leaves else self._buffer()
-            for transfer, leaves in zip(transfers, sent, strict=True)
-        ]
-        for tensor in tensors:
-            assert (tensor.shape, tensor.dtype) == (self._shape, self._dtype), "every message has one shape and dtype"
-        peer_rank = self._mesh.rank_at(pp=peer)
-        operations = [
-            dist.P2POp(dist.isend if leaves else dist.irecv, tensor, peer_rank, group)
-            for tensor, leaves in zip(tensors, sent, strict=True)
-        ]
-        if len(operations) == 1:
-            works = [operations[0].op(tensors[0], peer_rank, group=group)]
+    def _post(self, transfer: Transfer, peer: int, outgoing: Callable[[Message], Tensor]) -> None:
+        leaves = transfer.target == peer
+        tensor = outgoing(transfer.message).contiguous() if leaves else self._buffer()
+        assert (tensor.shape, tensor.dtype) == (self._shape, self._dtype), "every message has one shape and dtype"
+        start = dist.isend if leaves else dist.irecv
+        group = self._mesh.edge_group(transfer.source, transfer.target)
+        parcel = Parcel(tensor, start(tensor, self._mesh.rank_at(pp=peer), group=group), sent=leaves)
+        if self.can_ask:
+            parcel.watch_in(self._lane(peer, leaves))
+        if leaves:
+            self._leaving.append(parcel)
         else:
-            works = dist.batch_isend_irecv(operations)
-            works *= len(operations) // len(works)  # nccl answers with one for all of them
-        for transfer, tensor, work, leaves in zip(transfers, tensors, works, sent, strict=True):
-            parcel = Parcel(tensor, work, sent=leaves)
-            if self.can_ask:
-                parcel.watch_in(self._lane(transfer.message.kind, peer, leaves))
-            if leaves:
-                self._leaving.append(parcel)
-            else:
-                self._arriving[transfer.message] = parcel
+            self._arriving[transfer.message] = parcel
 
     def _buffer(self) -> Tensor:
         return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
-    def _lane(self, kind: str, peer: int, leaves: bool) -> SimpleQueue[Parcel | None]:
-        key = (kind, peer, leaves)
+    def _lane(self, peer: int, sent: bool) -> SimpleQueue[Parcel | None]:
+        key = (peer, sent)
         if key not in self._lanes:
             queue: SimpleQueue[Parcel | None] = SimpleQueue()
             thread = Thread(target=_serve, args=(queue,), daemon=True, name=f"pipeline transfers {key}")
