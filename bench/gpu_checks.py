@@ -30,6 +30,7 @@ from nanotron.ops.fused import eager, fused
 from nanotron.ops.gemm import adds_in
 from nanotron.ops.kernels import kernels_of
 from nanotron.parallel import comm
+from nanotron.parallel.mesh import options_of
 
 ROOT = Path(__file__).parents[1]
 SMALL = Shape(128, 384, 2, 4, 2, vocab_size=512, sequence_length=64, micro_batch_size=2, num_microbatches=2)
@@ -173,6 +174,9 @@ def collectives(subject: Subject) -> Generator[Found]:
             "begin_all_gather": lambda: comm.begin_all_gather(x, group, 1)(),
             "begin_reduce_scatter": lambda: comm.begin_reduce_scatter(x, group, 1)(),
             "start_all_gather": lambda: _awaited(comm.start_all_gather, x.flatten()).view_as(x),
+            "all_reduce that is urgent": lambda: comm.all_reduce(
+                x, dist.new_group([0], pg_options=options_of("compute"))
+            ),
             "start_reduce_scatter": lambda: _awaited(comm.start_reduce_scatter, x.flatten()).view_as(x),
         }
         for name, word in words.items():

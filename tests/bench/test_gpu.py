@@ -53,7 +53,7 @@ def test_a_dry_run_goes_through_every_section(pool: Pool, tmp_path: Path) -> Non
     cases = [(dtype, case) for dtype in gpu_checks.TOLERANCES for case in gpu_checks.CASES]
     assert [(line["dtype"], line["case"]) for line in found["parity"]] == cases
     assert all(line["ok"] for name in ("parity", "fp8", "waits", "collectives") for line in found[name])
-    assert len(found["collectives"]) == 10
+    assert len(found["collectives"]) == 11
     killed, resumed = found["resume"]
     assert resumed["steps_made_twice"] == killed["killed_after_step"] - killed["saved"] > 0
     assert resumed["largest_difference"] == 0.0

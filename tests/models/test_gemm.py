@@ -115,8 +115,9 @@ def test_a_torch_without_the_operator_multiplies_by_mkl(monkeypatch: pytest.Monk
     assert not kernels._has_both_libraries.__wrapped__()
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_device_that_adds_up_in_float32_makes_no_temporary_in_half_precision(dtype: torch.dtype) -> None:
+def test_a_device_that_adds_up_in_float32_makes_no_temporary_in_half_precision(dtype: torch.dtype, first: bool) -> None:
     class Made(Counting):
         def _count_operator(self, func, args, kwargs, result) -> None:  # type: ignore[no-untyped-def]
             made.extend(
@@ -127,7 +128,7 @@ def test_a_device_that_adds_up_in_float32_makes_no_temporary_in_half_precision(d
     total = torch.empty(24, 40, device="meta")
     left, right = (torch.empty(9, size, dtype=dtype, device="meta") for size in (24, 40))
     with Made():
-        add_gemm(total, left, right, kernels="accelerator")
+        add_gemm(total, left, right, first=first, kernels="accelerator")
     assert made
     assert dtype not in made
 

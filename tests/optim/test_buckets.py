@@ -162,7 +162,7 @@ def reduce_in_any_order(rank: int, world: int, axes: dict[str, int | dict[str, i
     """What this rank sends, in order, and the largest error; the gradients of three microbatches come mixed."""
     mesh = Mesh(axes, rank)
     mesh.create_groups()
-    chunk = ToyChunk(SPECS, mesh)
+    chunk = ToyChunk([*SPECS, matrix("layers.1.mlp.up.weight", 60, 3)], mesh)
     buckets = make_buckets(chunk, mesh, zero_stage=stage)
     sent: list[int] = []
 
@@ -196,9 +196,9 @@ def reduce_in_any_order(rank: int, world: int, axes: dict[str, int | dict[str, i
 @pytest.mark.parametrize("axes", [{"dp": 3}, {"dp": {"dp_copies": 2, "dp_shard": 2}}], ids=str)
 def test_blocks_leave_in_one_order_whatever_order_gradients_come_in(pool, axes, stage):
     """Two ranks that sent the same blocks in another order would add up what does not belong together."""
-    embed, down = (192, 96) if axes == {"dp": 3} else (256, 128)  # padded to as many of whole 128 bytes
+    embed, first, second = (192, 96, 288) if axes == {"dp": 3} else (256, 128, 384)  # padded to whole 128 bytes
     for sent, error in pool.run(3 if axes == {"dp": 3} else 4, reduce_in_any_order, axes, stage):
-        assert sent == [down, down, embed] * 3
+        assert sent == [second, first, embed] * 3
         assert error < 1e-5
 
 

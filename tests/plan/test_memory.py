@@ -206,8 +206,8 @@ def test_no_weight_is_there_twice_at_the_start(pool: Pool, zero: int) -> None:
 
 
 def bytes_of_a_start(rank: int, world: int, zero: int) -> tuple[int, int]:
-    """Those that are left, and the most that there were."""
-    config = small(dp=2, zero=zero)
+    """Those that are left, and the most that there were; no moments, for which memory of that size is made last."""
+    config = small(dp=2, zero=zero, optimizer={"name": "sgd"})
     mesh = Mesh(mesh_axes(config), rank)
     mesh.create_groups()
     with Counting() as counter:

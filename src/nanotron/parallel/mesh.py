@@ -250,7 +250,7 @@ class Mesh:
         whole = purpose == "control" and len(ranks) == self.world
         if purpose != "transfers" and (len(ranks) == 1 or whole or (purpose, ranks) in self._groups):
             return
-        group, options = None, _options(purpose)
+        group, options = None, options_of(purpose)
         backend = "gloo" if purpose == "rows" else None  # hosts read them, and none waits for its device
         if backend is None and _can_split():
             held: dict[int, tuple[int, ...]] = {}  # rank -> its group
@@ -276,7 +276,7 @@ def _can_split() -> bool:
     return world is not None and device is not None and bool(world._get_backend(device).supports_splitting)
 
 
-def _options(purpose: Purpose) -> Any:
+def options_of(purpose: Purpose) -> Any:
     """What NCCL makes a communicator with: streams of high priority for what is urgent; else None, its defaults."""
     import torch.distributed as dist
 
@@ -289,11 +289,9 @@ def _apart(edges: Iterable[tuple[int, int]]) -> list[dict[int, tuple[int, int]]]
     """Edges in few sets, in each of which an end has one at most: end -> edge, lower end first."""
     sets: list[dict[int, tuple[int, int]]] = []
     for edge in sorted({(min(edge), max(edge)) for edge in edges if edge[0] != edge[1]}):
-        free = [ends for ends in sets if not ends.keys() & edge]
-        if not free:
-            sets.append(free_one := {})
-            free = [free_one]
-        free[0].update(dict.fromkeys(edge, edge))
+        if all(ends.keys() & edge for ends in sets):
+            sets.append({})
+        next(ends for ends in sets if not ends.keys() & edge).update(dict.fromkeys(edge, edge))
     return sets
 
 

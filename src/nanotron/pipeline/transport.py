@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Parcel:
     """One tensor under way: the receiver may ask whether it is here; the sender lets go of it once it has left."""
 
-    def __init__(self, tensor: Tensor, work: Work, *, sent: bool) -> None:
+    def __init__(self, tensor: Tensor, work: Work | None, *, sent: bool) -> None:
         self._tensor: Tensor | None = tensor
-        self._work: Work | None = work
+        self._work = work
         self._sent = sent
         self._done: Event | None = None  # set by the thread that watches it, if one does
         self._error: Exception | None = None
