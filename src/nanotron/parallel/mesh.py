@@ -257,7 +257,7 @@ class Mesh:
             for rank in range(self.world):
                 if rank not in held:
                     held |= dict.fromkeys(found := ranks_of(self.seen_by(rank)), found)
-            parts = [sorted(found) for found in dict.fromkeys(held.values()) if len(found) > 1]
+            parts = list(map(sorted, dict.fromkeys(held.values())))
             group = dist.split_group(split_ranks=parts, timeout=timeout, pg_options=options)
         elif self.rank in ranks:
             group = dist.new_group(
