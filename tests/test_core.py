@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CEILING = 5_700
+CEILING = 5_800
 """Lines. A capability may raise it in its own commit, and says so; beyond 6,000 something has to go."""
 
 

@@ -129,9 +129,10 @@ def create_groups(dp: int = 64) -> None:
     Mesh(axes, 123).create_groups([("dp",)], tied_stages=(0, 7))  # no rows: hosts that are not there cannot meet
 
 
+@pytest.mark.usefixtures("pretended")
 def test_a_split_of_the_world_into_groups_is_quick_and_small_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_can_split", lambda: True)
-    monkeypatch.setattr(dist, "split_group", lambda split_ranks, timeout: object())
+    monkeypatch.setattr(dist, "split_group", lambda split_ranks, timeout, pg_options: object())
 
     assert process_seconds(create_groups) < 1.0
     assert peak_bytes(create_groups) < 256 * WORLD
