@@ -14,10 +14,13 @@ import torch
 from nanotron.config import get_config_from_dict
 from nanotron.data.feed import Feed
 from nanotron.launch import codes
+from nanotron.metrics.record import Goodput
+from nanotron.metrics.sinks import read_rows
 from nanotron.parallel.mesh import Mesh
 from nanotron.report.facts import facts, health
 from nanotron.report.run import read_run
 from nanotron.training import step as module
+from nanotron.training import trainer
 from tests.checkpoint.runs import SAMPLES, different, metrics_of, run, values_of
 from tests.pool import Pool
 
@@ -142,6 +145,9 @@ def test_a_run_goes_back_and_is_the_one_without_the_samples_read_since_also_resu
     assert set(pool.run(world, poisoned_run, values)) == {codes.DONE}
     assert metrics_of(hurt) == metrics_of(plain)
     assert first_samples(hurt) == first_samples(plain)
+    if changes == {}:  # a release that does not know of rollbacks refuses such a checkpoint
+        indices = (json.loads((hurt / step / "index.json").read_text()) for step in ("4", "8"))
+        assert [index["version"] for index in indices] == [1, 2]
     assert different(hurt / str(STEPS), plain / str(STEPS)) == []
 
 
@@ -161,9 +167,12 @@ def test_another_layout_goes_on_without_them(pool: Pool, tmp_path: Path) -> None
 
 
 def test_it_goes_back_to_the_beginning_and_twice_and_then_stops(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = [2 * SAMPLES, 4 * SAMPLES, 7 * SAMPLES]  # of step 3, then of the new steps 2 and 3
+    lost: list[float] = []
+    seconds = trainer.Run.seconds_since_save
+    monkeypatch.setattr(trainer.Run, "seconds_since_save", lambda run: lost.append(seconds(run)) or lost[-1])
     values = poisoned_values(tmp_path / "hurt", bad=bad, optimizer__max_rollbacks=2)
     assert poisoned_run(0, 1, values) == codes.STOPPED_BY_NAN
     told = [line for line in caplog.messages if "; back to step" in line]
@@ -179,6 +188,15 @@ def test_it_goes_back_to_the_beginning_and_twice_and_then_stops(
     assert poisoned_run(0, 1, plain) == codes.STOPPED_BY_NAN
     kept = [metrics_of(tmp_path / name)[:2] for name in ("hurt", "plain")]
     assert kept[0] == kept[1]
+    first, *_ = read_rows(tmp_path / "hurt" / "metrics.jsonl")
+    assert (first["rollbacks"], first["rolled_back_from"]) == (2, 2)
+    assert first["rollback_lost_s"] == lost[0] + lost[1]
+    shares = []
+    for instead in ({}, {"rollback_lost_s": 0.0}):  # steps that left no row are lost time all the same
+        goodput = Goodput()
+        goodput.add(first | instead)
+        shares.append(float(str(goodput).partition("%")[0]))
+    assert shares[0] < shares[1] == 100.0
 
 
 def test_a_loss_spike_is_gone_back_from_alike_on_all_ranks_and_told(pool: Pool, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
 import xxhash
 
-from nanotron.checkpoint.format import INDEX, Index, StoredBox, StoredFile, StoredTensor, key_of
+from nanotron.checkpoint.format import INDEX, STATE, Index, StoredBox, StoredFile, StoredTensor, key_of
 from nanotron.checkpoint.storage import Folder
 from nanotron.parallel.params import Box
 
@@ -21,7 +22,8 @@ def write_index(step: int, folder: Folder, documents: Mapping[str, str], reports
         folder.write(name, [data])
         files[name] = StoredFile(len(data), xxhash.xxh3_64_hexdigest(data))
     index = Index(step, files, merge_boxes(reports))
-    folder.write(INDEX, [index.to_json().encode()])
+    went_back = bool(json.loads(documents.get(STATE, "{}")).get("rollbacks"))
+    folder.write(INDEX, [index.to_json(least_version=2 if went_back else 1).encode()])
 
 
 def report_of(

@@ -34,7 +34,9 @@ INDEX, STATE, LATEST = "index.json", "state.json", "latest.txt"
 CONFIG, MODEL_CONFIG = "config.yaml", "model_config.json"
 KINDS = ("weight", "master", "ema", "exp_avg", "exp_avg_sq", "momentum")
 OF_VERSION_2 = {"ema", "momentum"}
-"""Kinds that make a checkpoint one of version 2, which readers of version 1 alone refuse."""
+"""Kinds that make a checkpoint one of version 2, which readers of version 1 alone refuse. So do rollbacks in its state:
+who does not know of them would go on with the samples that they leave out.
+"""
 ITEM_SIZE = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -107,10 +109,10 @@ class Index:
     files: dict[FileName, StoredFile]
     tensors: dict[str, StoredTensor]
 
-    def to_json(self) -> str:
-        """The text of the file, a tensor a line."""
+    def to_json(self, *, least_version: int = 1) -> str:
+        """The text of the file, a tensor a line; ``least_version``: what the other files need."""
         files = {name: {k: v for k, v in vars(file).items() if v is not None} for name, file in self.files.items()}
-        version = 2 if OF_VERSION_2 & {key.partition("/")[0] for key in self.tensors} else 1
+        version = 2 if OF_VERSION_2 & {key.partition("/")[0] for key in self.tensors} else least_version
         facts = {"format": FORMAT, "version": version, "step": self.step, "files": files}
         lines = ",\n".join(
             f"{json.dumps(key)}: {json.dumps({**vars(tensor), 'boxes': list(map(vars, tensor.boxes))})}"

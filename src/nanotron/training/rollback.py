@@ -48,7 +48,7 @@ class Rollbacks:
         """``state``: of the checkpoint that the run goes on from."""
         self._config, optimizer = config, config.optimizer
         self._on_nan, self._on_spike = optimizer.on_nan == "rollback", optimizer.on_spike == "rollback"
-        self._spikes = LossSpikes()
+        self._spikes, self._lost_s = LossSpikes(), 0.0
         self.record: list[dict[str, Any]] = list((state or {}).get("rollbacks", ()))
         """As state.json has it."""
 
@@ -105,11 +105,14 @@ class Rollbacks:
         return start
 
     def row(self, lost_s: float) -> Row:
-        """What the first row after the last rollback says of it; ``lost_s``: the time since the checkpoint was made."""
+        """What the first row after the last rollback says; ``lost_s``: the time since the run went on from there."""
+        steps = [rollback["step"] for rollback in self.record[-2:]]
+        again = len(steps) == 2 and steps[0] == steps[1]
+        self._lost_s = lost_s + (self._lost_s if again else 0.0)
         return {
             ROLLED_BACK_FROM: self.record[-1]["bad_step"],
             ROLLBACKS: len(self.record),
-            ROLLBACK_LOST_S: lost_s,
+            ROLLBACK_LOST_S: self._lost_s,
         }
 
 
