@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanotron.checkpoint.inspect import inspect_checkpoint
 from nanotron.config import get_config_from_dict
 from nanotron.data.feed import Feed
 from nanotron.launch import codes
@@ -148,6 +149,8 @@ def test_a_run_goes_back_and_is_the_one_without_the_samples_read_since_also_resu
     if changes == {}:  # a release that does not know of rollbacks refuses such a checkpoint
         indices = (json.loads((hurt / step / "index.json").read_text()) for step in ("4", "8"))
         assert [index["version"] for index in indices] == [1, 2]
+        said = "\n".join(inspect_checkpoint(str(hurt / "8")))
+        assert "rollback     from step 7 to 4, without samples 48 to 83 of only" in said
     assert different(hurt / str(STEPS), plain / str(STEPS)) == []
 
 

@@ -59,6 +59,9 @@ def _state_lines(checkpoint: str) -> Iterator[str]:
     for key in ("layout", "consumed", "lr", "device", "threads_per_rank", "versions", "imported_from"):
         if state.get(key) is not None:
             yield f"{key.replace('_', ' '):<12} {_plain(state[key])}"
+    for back in state.get("rollbacks", ()):
+        ranges = (f"{first} to {end - 1} of {stage}" for stage, (first, end) in back["left_out"].items())
+        yield f"rollback     from step {back['bad_step']} to {back['step']}, without samples {', '.join(ranges)}"
 
 
 def _plain(value: Any) -> str:
