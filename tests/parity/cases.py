@@ -358,6 +358,8 @@ def fp8_cases() -> list[Case]:
         Case(dp=2, tp=2, pp=2, schedule="zbv", rows=1, zero_stage=1, **exact),
         Case(cp=2, zero_stage=1, **exact),
         Case(dp=2, tp=2, zero_stage=1, optimizer="muon", **exact),
+        Case(dp=2, ep=2, zero_stage=3, experts=8, router="shared", **exact),
+        Case(tp=2, pp=2, schedule="zb_h1", recompute_layer="selective", experts=8, router="grouped", **gathered),
     ]
 
 

@@ -144,7 +144,8 @@ def moe_config(case: Case) -> dict[str, Any] | None:
     if not case.experts:
         return None
     common = {"num_experts": case.experts, "moe_intermediate_size": 32, "router_aux_loss_coef": 0.1}
-    return common | ROUTERS[case.router]
+    widths = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256} if case.fp8 else {}
+    return common | ROUTERS[case.router] | widths
 
 
 def microbatches_of(feed: Feed, update: int, case: Case, mesh: Mesh) -> list[Batch]:

@@ -110,6 +110,7 @@ dp2 pp2 rows3 layers2 fp8 float64
 dp2 tp2 zero3 overlap recompute layers2 fp8 float64
 tp2 pp2 zb_h1 rows6 gathered overlap selective qwen2 layers2 fp8 float64
 cp2 tp2 pp2 zbv rows12 once zero1 fp8 float64
+dp2 tp2 ep2 gathered layers2 shared fp8 float64
 """
 
 
@@ -142,7 +143,8 @@ GRADIENTS = {"dp", "cp", "tp", "pp", "ep", "schedule", "tied", "copies", "dtype"
 ROUTED = {"dp", "cp", "tp", "ep", "tp_mode", "recompute", "documents", "zero_stage"}
 """What is tried with each router; with everything else, any is as good as any other."""
 
-MULTIPLIED = {"dp", "cp", "tp", "pp", "schedule", "tp_mode", "again", "overlap", "zero_stage", "recompute"}
+MULTIPLIED = {"dp", "cp", "tp", "pp", "ep", "schedule", "tp_mode", "again", "overlap", "zero_stage", "recompute"}
+MULTIPLIED |= {"experts"}
 """What is tried with matmuls in fp8; with everything else, these are as good as any other."""
 
 

@@ -272,12 +272,6 @@ def _dtype_is_trainable(config: Config) -> Findings:
         yield "model.dtype", "float16 needs loss scaling, which is not available; use bfloat16"
 
 
-@rule("model.fp8", MOE)
-def _fp8_is_for_dense_layers(config: Config) -> Findings:
-    if config.model.fp8 and config.model.model_config.sparse_layers:
-        yield "model.fp8", f"{config.model.fp8}: experts do not multiply in fp8; leave it out, or {MOE}"
-
-
 @rule("model.fp8", "parallelism.tp", KV_HEADS)
 def _fp8_rounds_whole_gradients(config: Config) -> Findings:
     """Of a head that ranks share, each has a part of the gradient, and would round that."""

@@ -10,6 +10,7 @@ enter an MLP; each tensor-parallel rank sends those of its own experts over ep, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
@@ -125,7 +126,7 @@ class MoE(nn.Module):
             return self._routed(x, route), route.losses, route.metrics
         y = self.shared(x)  # [b, s, d]
         if self.shared_gate is not None:
-            (gate,) = linear(x, [self.shared_gate], self.tp)  # [b, s, d] -> [b, s, 1]
+            (gate,) = linear(x, [self.shared_gate], replace(self.tp, fp8=None))  # [b, s, d] -> [b, s, 1]
             y = y * gate.sigmoid()
         return y + self._routed(x, route), route.losses, route.metrics
 

@@ -220,7 +220,7 @@ class _GroupedLinear(Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], tp: TensorParallel) -> Tensor:
         outputs = tp.matmuls.recall()
         if outputs is None:
-            outputs = [_grouped_gemm(rows, _matrices(weight).transpose(1, 2), sizes, tp.kernels)]
+            outputs = [_grouped_gemm(rows, _matrices(weight).transpose(1, 2), sizes, tp)]
             tp.matmuls.keep(outputs)
         ctx.save_for_backward(rows)
         ctx.weight, ctx.sizes, ctx.tp = weight, sizes, tp
@@ -229,7 +229,7 @@ class _GroupedLinear(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        input_grad = _grouped_gemm(grad, _matrices(ctx.weight), ctx.sizes, ctx.tp.kernels)
+        input_grad = _grouped_gemm(grad, _matrices(ctx.weight), ctx.sizes, ctx.tp)
         accumulate = partial(_add_grouped_gemm, grad=grad, rows=rows, sizes=ctx.sizes, kernels=ctx.tp.kernels)
         return input_grad, weight_grad(ctx.tp, ctx.weight, accumulate), None, None
 
@@ -238,13 +238,17 @@ def _matrices(weight: Tensor) -> Tensor:
     return weight.flatten(1, -2)  # [e, .., n, k] -> [e, n', k]
 
 
-def _grouped_gemm(rows: Tensor, weights: Tensor, sizes: list[int], kernels: Kernels) -> Tensor:
+def _grouped_gemm(rows: Tensor, weights: Tensor, sizes: list[int], tp: TensorParallel) -> Tensor:
     """rows · w for each expert's rows: [m, k], weights [e, k, n] -> [m, n].
 
     On a CPU always by torch's default library: oneDNN makes code anew for each number of rows that it has not met,
-    which takes half as long as such a product.
+    which takes half as long as such a product. In fp8 one expert after another everywhere: for scales of blocks torch
+    has no kernel that takes all of them.
     """
-    if kernels == "accelerator" and rows.dtype == torch.bfloat16:  # one kernel, whose ends lie on the device
+    if tp.fp8 is not None:
+        parts = zip(torch.split(rows, sizes), weights, strict=True)
+        return torch.cat([tp.fp8.gemms(part, [weight.t()])[0] for part, weight in parts])
+    if tp.kernels == "accelerator" and rows.dtype == torch.bfloat16:  # one kernel, whose ends lie on the device
         ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(rows.device, non_blocking=True)
         result: Tensor = F.grouped_mm(rows.contiguous(), weights, offs=ends)
         return result
