@@ -58,8 +58,8 @@ def poisoned_run(rank: int, world: int, values: dict[str, Any]) -> int:
     """A run whose embedding of the poison is no number, which no gradient touches before a sample has it."""
     draw = module.draw
 
-    def drawn(spec: Any, box: Any, seed: int) -> Any:
-        tensor = draw(spec, box, seed)
+    def drawn(spec: Any, box: Any, *arguments: Any, **options: Any) -> Any:
+        tensor = draw(spec, box, *arguments, **options)
         if spec.name == "embed.weight" and box.offset[0] <= POISON < box.offset[0] + box.shape[0]:
             tensor[POISON - box.offset[0]] = np.inf
         return tensor

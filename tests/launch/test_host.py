@@ -195,7 +195,7 @@ def abort_while_another_rank_is_blocked(argv: Sequence[str]) -> int:
 
 
 def abort_unless_the_watch_is_first(argv: Sequence[str]) -> int:
-    """Rank 1 never joins what the others wait for, deep in calls that only a watchdog would end."""
+    """Ranks 1 and 3 never join what the others wait for, deep in calls that only a watchdog would end."""
     from torch.distributed import TCPStore
 
     place = Place.from_environment(os.environ)
@@ -206,7 +206,7 @@ def abort_unless_the_watch_is_first(argv: Sequence[str]) -> int:
     watch.record = partial(_record_failure, run_dir=Path(argv[0]), peers=peers)
     watch.begin()
     with watch.training(lambda: None, lambda: {"stage": 0, "step": 3}, grace_s=60):
-        if place.rank == 1:
+        if place.rank in (1, 3):
             be_stuck()
         threading.Timer(ABORT_S, os.abort).start()
         waits = compile("import time; time.sleep(60)", "/x/nanotron/parallel/comm.py", "exec")
@@ -221,12 +221,18 @@ def be_stuck() -> None:
 ABORT_S = 20.0
 
 
+@pytest.mark.parametrize(("world", "named", "nor"), [(3, "rank 1", ""), (4, "ranks 1, 3", "nor did rank 3, and ")])
 def test_a_rank_that_lives_and_does_not_go_on_is_on_record_with_its_stack_before_any_watchdog_aborts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    world: int,
+    named: str,
+    nor: str,
 ) -> None:
     monkeypatch.setattr(watch_module, "LOOK_S", 0.05)
-    workers = run(abort_unless_the_watch_is_first, 3, str(tmp_path))
-    assert [status for _, (status, _) in sorted(workers.ended.items())] == [codes.INTERNAL_ERROR] * 3
+    workers = run(abort_unless_the_watch_is_first, world, str(tmp_path))
+    assert [status for _, (status, _) in sorted(workers.ended.items())] == [codes.INTERNAL_ERROR] * world
     first = first_of(read_failures(tmp_path))
     assert first is not None
     assert (first.rank, first.kind) == (1, "stuck")
@@ -234,9 +240,9 @@ def test_a_rank_that_lives_and_does_not_go_on_is_on_record_with_its_stack_before
     assert "in be_stuck" in first.traceback
     *_, last = closing_lines(exit_code(workers), workers, tmp_path, [])
     assert last.startswith(f"failed first: rank 1 on {first.host} (stage 0, step 3, at ")
-    assert "lives, but did not go on: all others waited for 2 s" in last
+    assert f"lives, but did not go on: {nor}all others waited for 2 s" in last
     said = capfd.readouterr().err
-    assert said.count("all ranks have waited 2 s for rank 1:") == 1
+    assert said.count(f"all ranks have waited 2 s for {named}:") == 1
     assert "in be_stuck" in said
     assert "failed first: rank 0" not in said
 

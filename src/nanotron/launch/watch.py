@@ -250,7 +250,8 @@ class Watch:
                 complain(f"all ranks have waited {seconds:.0f} s for {named(ranks)}:", *shorten(lines, SHOWN))
         if seconds < self._timeout_s or roll.failed():
             return ""
-        told = stuck(rank, beats[rank], f"all others waited for {seconds:.0f} s")
+        others = f"nor did {named(ranks[1:])}, and " * (len(ranks) > 1)
+        told = stuck(rank, beats[rank], f"{others}all others waited for {seconds:.0f} s")
         roll.tell_lost(replace(told, traceback="\n".join(lines)))
         self._is_stuck = rank == self._rank
         return told.error if self._is_stuck else f"{named(ranks)} did not go on"
