@@ -74,7 +74,7 @@ def test_an_example_says_what_its_plan_says(file: Path) -> None:
 
 def run(folder: Path, *command: object) -> str:
     """Run a script in a folder with the prepared corpus; what it printed."""
-    (ROOT / "data").mkdir(exist_ok=True)
+    nanotron(ROOT, "tokenize", "--stdlib")  # unless it is there
     os.symlink(ROOT / "data" / "python-bpe4096", folder / "data" / "python-bpe4096")
     done = subprocess.run([str(word) for word in command], cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
