@@ -55,6 +55,7 @@ def test_a_room_names_all_of_its_files_or_the_rest_is_around_the_core() -> None:
             "host_copy.py",
             "init_or_resume.py",
             "mup.py",
+            "replicas.py",
             "rollback.py",
         },
     }

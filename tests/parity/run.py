@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from nanotron.data.context import ContextCut
 from nanotron.data.feed import Feed
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box
+from nanotron.training.replicas import SECTION
 from nanotron.training.step import Training
 from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, pipeline_schedule, tied_stages
 from tests.parity.cases import OPTIMIZERS, ROUTERS, ROWS, Case
@@ -188,6 +189,7 @@ def train(rank: int, world: int, case: Case) -> Trained:
     """This rank's part of the case."""
     torch.use_deterministic_algorithms(True)  # which also fills new tensors with nan: reading one would show
     config = config_of(case)
+    config = replace(config, general=replace(config.general, replica_check_interval=1))
     mesh = Mesh(mesh_axes(config), rank)
     assert mesh.world == world
     training = prepare(config, mesh)
@@ -199,6 +201,8 @@ def train(rank: int, world: int, case: Case) -> Trained:
         for update in range(1, case.steps + 1):
             outcomes.append(training.step(update, microbatches_of(feed, update, case, mesh)).read())
             gaps.append(ties.take(sparse_layers))
+            assert not training.replicas.differences(outcomes[-1].vectors.get(SECTION, ())), "copies differ"
+    assert not training.replicas.compare(), "copies differ"
     feed.close()
     torch.use_deterministic_algorithms(False)  # the process serves other tests too
     weights = [

@@ -68,6 +68,12 @@ class GeneralArgs:
         gt=0,
         le=1e7,
     )
+    replica_check_interval: Int | None = key(
+        100,
+        "Steps from one comparison of what replicas hold copies of to the next; there is one before each checkpoint"
+        " too. A rank whose bits are others is named and ends the run without a save; null: they are not compared.",
+        gt=0,
+    )
 
 
 def _schedule_name(value: Any) -> Any:

@@ -13,6 +13,8 @@ USER_MISTAKE = 2
 """One line per mistake was printed, no traceback."""
 STOPPED_BY_NAN = 4
 """A loss or gradient is not finite, and ``optimizer.on_nan`` is ``stop``, or ``rollback`` and that is used up."""
+REPLICAS_DIFFER = 5
+"""What some rank holds is corrupt (``general.replica_check_interval``); the last complete checkpoint is not."""
 PREEMPTED = 75
 """Told to stop, and a complete checkpoint was saved: start again to go on."""
 PREEMPTED_UNSAVED = 76

@@ -266,9 +266,9 @@ def work_line(row: Mapping[str, Any], mesh: Mesh) -> str:
     share = busy / row[TIME_MS]
     times = f", {busy / usual:.2f} times the median rank" if usual > 0 else ""
     return (
-        f"step {row['step']}: rank {slowest}{_coordinates(mesh.seen_by(slowest))}{straggler_text(row)} worked longest, "
+        f"step {row['step']}: rank {slowest}{coordinates(mesh.seen_by(slowest))}{straggler_text(row)} worked longest, "
         f"{human_format(busy)} ms, {share:.0%} of the step{times}; "
-        f"rank {fullest}{_coordinates(mesh.seen_by(fullest))} holds most, {human_format(row[FULLEST_RANK_GIB])} GiB"
+        f"rank {fullest}{coordinates(mesh.seen_by(fullest))} holds most, {human_format(row[FULLEST_RANK_GIB])} GiB"
     )
 
 
@@ -278,7 +278,8 @@ def straggler_text(row: Mapping[str, Any]) -> str:
     return host + (f", since step {row[SLOWEST_SINCE]}," if row.get(SLOWEST_SINCE, row["step"]) < row["step"] else "")
 
 
-def _coordinates(mesh: Mesh) -> str:
+def coordinates(mesh: Mesh) -> str:
+    """` (pp 1, dp 0)`: where a rank is on the axes of more than one rank."""
     shown = [f"{axis} {mesh.coord(axis)}" for axis in ("pp", "dp", "cp", "tp") if mesh.size(axis) > 1]
     return f" ({', '.join(shown)})" if shown else ""
 

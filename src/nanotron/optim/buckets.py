@@ -96,8 +96,10 @@ class Bucket:
     """The ranks that have the shards, for gradients."""
     weight_group: ProcessGroup | None
     """The same, for weights."""
+    copies: tuple[str, ...]
+    """The axes whose ranks have the same shard for different tokens."""
     copies_group: ProcessGroup | None
-    """The ranks that have the same shard for different tokens."""
+    """These ranks."""
     missing: int = 0
     """How many contributions must still come before the gradients are complete."""
     works: list[Work] = field(default_factory=list)
@@ -254,6 +256,7 @@ class Buckets:
             writes=key.counted and copy == 0,
             gradient_group=self._mesh.group(*axes, purpose="gradients"),
             weight_group=self._mesh.group(*axes, purpose="weights"),
+            copies=copies,
             copies_group=self._mesh.group(*copies, purpose="gradients"),
         )
         for slot in slots:

@@ -151,16 +151,19 @@ class Optimizer:
         self._buckets.start_gather()
         self._buckets.wait_gather()
 
-    def state(self) -> Iterator[StateEntry]:
-        """All optimizer state of this rank, as boxes of global tensors."""
+    def flat_state(self) -> Iterator[tuple[str, Bucket, Tensor]]:
+        """All optimizer state of this rank: kind, bucket, and what is kept of its ``shard``."""
         for shard in self._shards:
-            bucket = shard.bucket
-            states = dict(shard.moments)
-            if shard.master.dtype != bucket.weight_shard.dtype:
-                states["master"] = shard.master
-            for kind, flat in states.items():
-                for spec, box, view in bucket.boxes(flat, bucket.shard):
-                    yield StateEntry(kind, spec, box, view, bucket.writes)
+            for kind, flat in shard.moments.items():
+                yield kind, shard.bucket, flat
+            if shard.master.dtype != shard.bucket.weight_shard.dtype:
+                yield "master", shard.bucket, shard.master
+
+    def state(self) -> Iterator[StateEntry]:
+        """The same, as boxes of global tensors."""
+        for kind, bucket, flat in self.flat_state():
+            for spec, box, view in bucket.boxes(flat, bucket.shard):
+                yield StateEntry(kind, spec, box, view, bucket.writes)
 
     def masters(self) -> Iterator[tuple[Bucket, Tensor]]:
         """The weights in update precision that this rank's norms count: each bucket's ``norm_shard``."""

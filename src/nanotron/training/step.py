@@ -28,6 +28,7 @@ from nanotron.training.balance import ExpertBalance
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
 from nanotron.training.diagnostics import diagnostics_of
+from nanotron.training.replicas import Replicas
 from nanotron.training.topology import modules_of_stages, parameter_specs, pipeline_schedule
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Training:
         self.buckets = build_buckets(config, mesh, self.chunks)
         self.optimizer = build_optimizer(config, self.buckets, mesh)
         self.balance = ExpertBalance(config, mesh, self.chunks)
+        self.replicas = Replicas(config, mesh, self.buckets, self.optimizer, self.balance)
         self.pipeline = Pipeline(
             self.chunks,
             pipeline_schedule(config),
@@ -80,7 +82,7 @@ class Training:
             losses = self.pipeline.run(microbatches, lambda: 1.0 / num_targets().clamp(min=1))
         self.buckets.finish()
         names = loss_names(self._config.model.model_config)
-        vectors = self.balance.vectors(self.pipeline.metrics)
+        vectors = self.balance.vectors(self.pipeline.metrics) | self.replicas.vectors(update)
         word = ControlWord(self.buckets.squared_norm(), self._counted(losses), names, vectors, save=save, stop=stop)
         word.reduce(self._mesh, num_targets())
         if diagnostics:

@@ -40,6 +40,7 @@ from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.evaluate import validation_loss
 from nanotron.training.host_copy import HostCopy
 from nanotron.training.init_or_resume import StartingPoint, checkpoint_to_resume, init_or_resume, settle_compile
+from nanotron.training.replicas import SECTION, ReplicasDiffer
 from nanotron.training.rollback import Harm, Rollbacks
 from nanotron.training.step import Training
 
@@ -117,11 +118,14 @@ def train(
             steps = config.profiler.pipeline_trace.steps
             run.traced = recorder(training.pipeline, mesh, steps, run_directory(config) / "traces")
         with stoppable(run.stop, run.where), _located(run), profiler as run.after_step:
-            while isinstance(end := run.to_the_end(), Harm):
-                start = rollbacks.go_back(end, training, mesh, store, run.feed.skips)
-                run.feed, run.metrics = open_at(start, rollbacks.row(run.seconds_since_save()))
-                run.begin_at(start.step)
-            return end
+            try:
+                while isinstance(end := run.to_the_end(), Harm):
+                    start = rollbacks.go_back(end, training, mesh, store, run.feed.skips)
+                    run.feed, run.metrics = open_at(start, rollbacks.row(run.seconds_since_save()))
+                    run.begin_at(start.step)
+                return end
+            except ReplicasDiffer as found:
+                return run.stopped_by_corruption(found, hosts)
     finally:
         run.metrics.say_goodput()
         run.close()
@@ -260,6 +264,14 @@ class Run:
             self.close()
         return self._harm or codes.STOPPED_BY_NAN
 
+    def stopped_by_corruption(self, found: ReplicasDiffer, hosts: Sequence[str]) -> int:
+        """End without a save: the last checkpoint is of a step whose replicas were equal."""
+        self.saver.wait()
+        self._tell_failed_saves()
+        for line in found.lines(self.mesh, hosts) if self.mesh.rank == 0 else ():
+            logger.error(line)
+        return codes.REPLICAS_DIFFER
+
     def _make(self, data: StepData) -> None:
         """One step: the update itself, and what is to be told of it once its control word is read."""
         update, save = self.step + 1, self._minutes_are_over()
@@ -312,6 +324,8 @@ class Run:
             outcomes.append(outcome)
             self._harm = self._harm or self.rollbacks.harm(made.step, outcome, made.data.stage, made.consumed)
             self._log(made, outcome)
+            if differences := self.training.replicas.differences(outcome.vectors.get(SECTION, ())):
+                raise ReplicasDiffer(made.step, differences)
         return outcomes
 
     def _log(self, made: _Made, outcome: Outcome) -> None:
@@ -350,7 +364,9 @@ class Run:
         return learning_rate(self.config.optimizer.learning_rate_scheduler, update)
 
     def _save(self) -> None:
-        """Begin a checkpoint of the current step."""
+        """Begin a checkpoint of the current step, if it is sound."""
+        if differences := self.training.replicas.compare():
+            raise ReplicasDiffer(self.step, differences)
         with self.clock.apart(SAVING_MS):
             self.saver.save(self.step, list(self.training.state_shards()), self._state(), self.config.to_texts())
         self._last_saved, self._last_save_time = self.step, time.monotonic()
