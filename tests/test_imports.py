@@ -51,6 +51,7 @@ MAY_IMPORT = {
         "launch",
     },
     "generate": {"*", "launch"},
+    "doctor": {"*", "launch"},
     "report": {"*", "launch"},
     "launch": {"*", "training.trainer", "check"},
     "cli": {"*", "training.trainer", "launch", "check"},

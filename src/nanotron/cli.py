@@ -45,6 +45,10 @@ Overrides = Annotated[
 NumProcesses = Annotated[
     int | None, typer.Option("--nproc", min=1, help="Ranks that will be launched.", show_default="dp · cp · tp · pp")
 ]
+Preflight = Annotated[
+    bool,
+    typer.Option("--preflight", help="Begin as `doctor` does, and end with 1 where something is out of line."),
+]
 ReadSpecialTokens = Annotated[
     bool,
     typer.Option(
@@ -93,6 +97,26 @@ def check(
         say(dump(checked.config.to_dict()), end="")
     else:
         say(marked(checked), "", *summary(checked.config, code=not no_code))
+
+
+@app.command()
+def doctor(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006
+    nproc: NumProcesses = None,
+    json: Annotated[bool, typer.Option("--json", help="Print every rank's numbers as one JSON object.")] = False,
+) -> None:
+    """Measure the devices, links, clocks and storage of a run, and name what is out of line, with exit code 1.
+
+    Every rank takes part, for some seconds: those of `torchrun --no-python … nanotron doctor X.yaml`, or dp · cp · tp ·
+    pp processes that are started on this machine. Nothing is trained.
+    """
+    from nanotron.config.load import lasting
+    from nanotron.launch.parent import doctor as run
+
+    with lasting(str(config_file)) as file:  # every rank reads it
+        code = run(file, override, nproc=nproc, as_json=json)
+    raise typer.Exit(code)
 
 
 @app.command("export-hf")
@@ -250,6 +274,7 @@ def slurm(
         list[str], typer.Option(help="A further option of sbatch: `--partition=big`. Repeatable.", show_default=False)
     ] = [],  # noqa: B006
     submit: Annotated[bool, typer.Option("--submit", help="Hand the script in.")] = False,
+    preflight: Preflight = False,
 ) -> None:
     """Write a Slurm batch script for a run, which is queued again when it was preempted and has saved."""
     from nanotron.check import examine
@@ -263,6 +288,7 @@ def slurm(
             f"--per-node {per_node}: does not divide the {world} ranks of the layout; choose one that does"
         )
     argv = ["--config-file", str(config_file.absolute()), *(f"--override={change}" for change in override)]
+    argv += ["--preflight"] * preflight
     text = slurm.script(
         config, argv, nodes=nodes or world // per_node, per_node=per_node, gpus=not cpu, time=time, options=sbatch
     )
@@ -414,6 +440,7 @@ def train(
     allow_data_change: Annotated[
         bool, typer.Option("--allow-data-change", help="Resume although the data differs from the checkpoint's.")
     ] = False,
+    preflight: Preflight = False,
 ) -> None:
     """Train on this machine, one process per rank, and show the run while it goes."""
     from nanotron.launch.signals import StopSignals
@@ -429,6 +456,7 @@ def train(
             nproc=nproc,
             plain=plain,
             allow_data_change=allow_data_change,
+            preflight=preflight,
             stop_signals=signals,
         )
     raise typer.Exit(code)

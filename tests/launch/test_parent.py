@@ -62,6 +62,10 @@ def test_a_rank_that_left_no_record_is_named_with_its_status(tmp_path: Path) -> 
     assert closing_lines(codes.INTERNAL_ERROR, ended(0, 7), tmp_path, []) == ["failed first: rank 1, exit status 7"]
 
 
+def test_ranks_that_a_preflight_ended_have_said_why(tmp_path: Path) -> None:
+    assert closing_lines(codes.INTERNAL_ERROR, ended(1, 1), tmp_path, [], preflight=True) == []
+
+
 def write_run(folder: Path, steps: int) -> None:
     config = get_config_from_dict(
         {

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nanotron.config import Config
     from nanotron.launch.place import Place
 
-VERSION_OF, DATA_OF = "version of ", "data of "
+VERSION_OF, DATA_OF, KIND_OF, VARIABLE = "version of ", "data of ", "kind of ", "environment variable "
 SHOWN = 8  # ranks or lines that are listed before the rest is counted
 LONGEST_VALUE = 120
 
@@ -149,7 +149,12 @@ def _difference(key: str, facts: Sequence[Facts]) -> str:
     rarest_first = sorted(holders.items(), key=lambda item: len(item[1]))
     hosts = [rank.host for rank in facts]
     shown = ", ".join(f"{value[:LONGEST_VALUE]} on {_of_hosts(ranks, hosts)}" for value, ranks in rarest_first)
-    fixes = {VERSION_OF: "install the same on every machine", DATA_OF: "let every rank read the same files"}
+    fixes = {
+        VERSION_OF: "install the same on every machine",
+        DATA_OF: "let every rank read the same files",
+        KIND_OF: "the slowest sets the pace of all",
+        VARIABLE: "export the same on every machine, unless they should differ",
+    }
     fix = next((fix for start, fix in fixes.items() if key.startswith(start)), "give every rank the same config")
     return f"{key}: {shown}; {fix}"
 

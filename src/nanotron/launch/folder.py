@@ -153,16 +153,17 @@ def environment(mesh: Mesh, device: torch.device) -> dict[str, Any]:
         "command": sys.argv,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "threads_per_rank": torch.get_num_threads(),
-        "device": _cpu_model() if is_cpu else torch.get_device_module(device).get_device_name(device),
+        "device": cpu_model() if is_cpu else torch.get_device_module(device).get_device_name(device),
         "layout": mesh.layout(),
         "packages": {name: version(name) for name in PACKAGES},
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """What the processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

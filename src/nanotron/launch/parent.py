@@ -1,4 +1,4 @@
-"""What ``nanotron train`` and ``nanotron watch`` do: check, start the ranks, show the run, say how it ended."""
+"""What ``nanotron train``, ``doctor`` and ``watch`` do: check, start the ranks, show the run, say how it ended."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def train(
     nproc: int | None = None,
     plain: bool = False,
     allow_data_change: bool = False,
+    preflight: bool = False,
     stop_signals: StopSignals | None = None,
 ) -> int:
     """Train on this machine with one rank per process and return the run's exit code.
@@ -43,9 +44,9 @@ def train(
     """
     config, _ = checked_config(config_file, overrides, world=nproc)
     run_dir = run_directory(config)
-    argv = ["--config-file", config_file, *(f"--override={change}" for change in overrides)]
+    argv = arguments(config_file, overrides)
     argv += [f"--override=general.run={config.general.run}"]  # its date is the parent's
-    argv += ["--allow-data-change"] if allow_data_change else []
+    argv += ["--allow-data-change"] * allow_data_change + ["--preflight"] * preflight
     tail = Tail(run_dir / "metrics.jsonl", only_new_file=True)
     live = not plain and sys.stdout.isatty()
     earlier = read_failures(run_dir)
@@ -57,9 +58,26 @@ def train(
         grace = config.checkpoints.preempt_grace_s + SAVE_MARGIN_S
         watch_workers(workers, stop_grace_s=grace, refresh=refresh)
     code = exit_code(workers)
-    for line in closing_lines(code, workers, run_dir, earlier):
+    for line in closing_lines(code, workers, run_dir, earlier, preflight=preflight):
         complain(line)
     return code
+
+
+def arguments(config_file: str, overrides: Sequence[str]) -> list[str]:
+    """The options of ``run_train.py`` that name a config."""
+    return ["--config-file", config_file, *(f"--override={change}" for change in overrides)]
+
+
+def doctor(config_file: str, overrides: Sequence[str] = (), *, nproc: int | None = None, as_json: bool = False) -> int:
+    """Measure the machines of a run and return the exit code; as one of its ranks, where a launcher says which."""
+    argv = [*arguments(config_file, overrides), f"--preflight={'json' if as_json else 'only'}"]
+    if "WORLD_SIZE" in os.environ:
+        return run_train(argv)
+    config, _ = checked_config(config_file, overrides, world=nproc)
+    importlib.import_module("nanotron.doctor.examine")  # once, for all ranks that are forked
+    workers = start_workers(nproc or config.parallelism.world_size, argv, piped=False, entry=run_train)
+    watch_workers(workers, stop_grace_s=0.0, refresh=lambda: None)
+    return exit_code(workers)
 
 
 @contextmanager
@@ -88,10 +106,13 @@ def _shown(config: Config, tail: Tail, workers: Workers) -> Iterator[Callable[[]
     os.close(output)
 
 
-def closing_lines(code: int, workers: Workers, run_dir: Path, earlier: Sequence[Failure]) -> list[str]:
+def closing_lines(
+    code: int, workers: Workers, run_dir: Path, earlier: Sequence[Failure], *, preflight: bool = False
+) -> list[str]:
     """What the parent says last; of a failure, the rank where it began.
 
-    ``earlier``: the failures that were on record before the run.
+    ``earlier``: the failures that were on record before the run. ``preflight``: ranks that end without any may have
+    found something out of line, and said so.
     """
     if code == codes.PREEMPTED:
         return ["stopped after a complete checkpoint; the same command goes on from it"]
@@ -104,7 +125,7 @@ def closing_lines(code: int, workers: Workers, run_dir: Path, earlier: Sequence[
     recorded = [*(judged_by_stack(failure, run_dir) for failure in killed), *accounts]
     first = first_of(recorded)
     if first is None:
-        bad = workers.first_bad
+        bad = None if preflight else workers.first_bad
         return [f"failed first: rank {bad[0]}, exit status {bad[1]}"] if bad else []
     told = accounts or any(stack_path(run_dir, failure.rank).exists() for failure in killed)
     lines = [f"the ranks' own accounts are in {run_dir / 'failures'}"] if told else []

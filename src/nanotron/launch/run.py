@@ -1,7 +1,7 @@
 """One rank of a run, from its command line to its exit code.
 
 1  the config, checked before torch is imported: a mistake costs half a second and is printed once
-2  threads, device, the store through which ranks agree, process groups with a timeout each
+2  threads, device, the store through which ranks agree, process groups with a timeout each; a look at the machines
 3  nanotron.training.trainer.train
 4  a clean end: groups taken down; or a record of the failure, and a last line that names who failed first
 """
@@ -70,8 +70,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="run_train.py",
         description="Train a model. torchrun starts one process per rank; without it, one process is the run.",
-        epilog="exit codes: 0 done, 1 an internal error, 2 your mistake, 4 stopped by on_nan, 75 preempted and saved, "
-        "76 preempted and not saved",
+        epilog="exit codes: 0 done, 1 an internal error, 2 your mistake, 4 stopped by on_nan, 5 replicas differ: some "
+        "rank's memory is corrupt, 75 preempted and saved, 76 preempted and not saved",
     )
     parser.add_argument("--config-file", required=True, metavar="X.yaml", help="the run's config")
     parser.add_argument(
@@ -79,6 +79,14 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--allow-data-change", action="store_true", help="resume although the data differs from the checkpoint's"
+    )
+    parser.add_argument(
+        "--preflight",
+        nargs="?",
+        const="train",
+        choices=["train", "only", "json"],
+        help="first measure devices, links, clocks and storage, and exit with 1 if one is out of line; `only`: do no "
+        "more than that, as `nanotron doctor` does; `json`: and print every number",
     )
     return parser
 
@@ -117,8 +125,19 @@ def run_train(argv: Sequence[str] | None = None) -> int:
         if world < place.world:
             dp, spares = config.parallelism.dp, place.world - world
             notices.append(f"parallelism.dp: auto is {dp}; of {place.world} ranks {spares} wait as spares")
+        place_in_run = peers.leave_spares(world)
+        if arguments.preflight in ("only", "json"):
+            config.logging.log_level = "warning"
+        device, mesh = _set_up(config, place_in_run, peers)
+        if arguments.preflight is not None:
+            from nanotron.doctor.examine import examine
+
+            as_json = arguments.preflight == "json"
+            code = examine(config, place_in_run, mesh, device, peers.training_store, as_json=as_json)
+            if code or arguments.preflight != "train":
+                return code
         allowed = arguments.allow_data_change
-        return _train(config, peers.leave_spares(world), peers, watch, notices, allow_data_change=allowed)
+        return _train(config, mesh, device, peers, watch, notices, allow_data_change=allowed)
 
     if config is not None:
         watch.beat_within(config.general.heartbeat_s, config.general.timeout_s)
@@ -183,22 +202,27 @@ def _wait_as_spare(config: Config, peers: Peers, watch: Watch) -> int:
 
 
 def _train(
-    config: Config, place: Place, peers: Peers, watch: Watch, notices: list[str], *, allow_data_change: bool
+    config: Config,
+    mesh: Mesh,
+    device: torch.device,
+    peers: Peers,
+    watch: Watch,
+    notices: list[str],
+    *,
+    allow_data_change: bool,
 ) -> int:
-    """Set this rank up and train."""
-    faulthandler.register(STACK_SIGNAL)
+    """Train on a rank that is set up."""
     run_dir = run_directory(config)
-    device, mesh = _set_up(config, place, peers)
     by_rank_0 = partial(on_rank_0, config=config, mesh=mesh, store=peers.training_store)
     with by_rank_0("claim", partial(claim_folders, config)) or nullcontext():
         with suppress(OSError):  # an older run's, told apart by its time
-            record_path(run_dir, place.rank).unlink(missing_ok=True)
-        if place.rank == 0:
+            record_path(run_dir, mesh.rank).unlink(missing_ok=True)
+        if mesh.rank == 0:
             for notice in notices:
                 logger.info(notice)
         from nanotron.training.trainer import train
 
-        with stacks_on_record(run_dir, place.rank):
+        with stacks_on_record(run_dir, mesh.rank):
             return train(
                 config,
                 mesh,
@@ -218,6 +242,7 @@ def _set_up(config: Config, place: Place, peers: Peers) -> tuple[torch.device, M
     from nanotron.parallel.mesh import Mesh
     from nanotron.training.topology import has_owners, mesh_axes, parameter_specs, pipeline_schedule, tied_stages
 
+    faulthandler.register(STACK_SIGNAL)
     general, mesh = config.general, Mesh(mesh_axes(config), place.rank)
     set_up_logging(config.logging.log_level, config.logging.log_level_replica, mesh)
     prepare_data(config)  # before any group's timeout runs
