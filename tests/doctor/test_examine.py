@@ -184,5 +184,6 @@ def test_a_preflight_comes_before_training_and_may_keep_from_it(folder: Path) ->
     done = nanotron(folder, folder / "hot.py", "--config-file", "tiny.yaml", "--preflight", ONE_RANK)
     assert done.returncode == codes.INTERNAL_ERROR
     assert "out of line: too hot\n" in done.stdout
+    assert "no step is made" in done.stdout
     assert done.stderr == ""
     assert not (folder / "run/metrics.jsonl").exists()

@@ -134,6 +134,8 @@ def run_train(argv: Sequence[str] | None = None) -> int:
 
             as_json = arguments.preflight == "json"
             code = examine(config, place_in_run, mesh, device, peers.training_store, as_json=as_json)
+            if code and arguments.preflight == "train" and place.rank == 0:
+                logger.error("no step is made: --preflight ends a start where something is out of line")
             if code or arguments.preflight != "train":
                 return code
         allowed = arguments.allow_data_change
