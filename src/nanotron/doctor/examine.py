@@ -72,7 +72,7 @@ def examine(
         room, size = _room(path), checkpoint_bytes(config)
         found = problems_of(accounts)
         if room is not None and room < size:
-            found.append(f"checkpoints.checkpoints_path={path}: {_storage(path, room, size)}; make room")
+            found.append(f"checkpoints.checkpoints_path={_storage(path, room, size)}; make room")
         if as_json:
             say(json.dumps({"problems": found, "checkpoint_bytes": size, "free_bytes": room, "ranks": accounts}))
         else:

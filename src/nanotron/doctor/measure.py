@@ -40,7 +40,8 @@ def facts_of(device: torch.device) -> dict[str, str]:
         found = re.search(r"\d+\.\d+[.\d]*", Path("/proc/driver/nvidia/version").read_text())
         facts[f"{VERSION_OF}driver"] = found[0]  # type: ignore[index]
     if device.type == "cuda" and dist.is_nccl_available():
-        facts[f"{VERSION_OF}NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found_version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        facts[f"{VERSION_OF}NCCL"] = ".".join(map(str, found_version))
     return facts | {f"{KIND_OF}device": str(torch.get_device_module(device).get_device_name(device))}
 
 
