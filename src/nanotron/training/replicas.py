@@ -14,7 +14,7 @@ twice, each by itself, is compared over replicas only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,6 +85,12 @@ class Replicas:
         """This rank's addend of the control word, in the steps whose word has such a section."""
         due = self._columns and self._interval is not None and update % self._interval == 0
         return {SECTION: self._rows().view(-1)} if due else {}
+
+    def demand_equal(self, step: int, vectors: Mapping[str, Sequence[float]] | None = None) -> None:
+        """Raises ReplicasDiffer for what differs now, or did when the step's control word with ``vectors`` was made."""
+        differences = self.compare() if vectors is None else self.differences(vectors.get(SECTION, ()))
+        if differences:
+            raise ReplicasDiffer(step, differences)
 
     def compare(self) -> list[Difference]:
         """What differs now; a collective that the host waits for."""

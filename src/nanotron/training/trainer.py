@@ -40,7 +40,7 @@ from nanotron.training.control import ControlWord, Outcome
 from nanotron.training.evaluate import validation_loss
 from nanotron.training.host_copy import HostCopy
 from nanotron.training.init_or_resume import StartingPoint, checkpoint_to_resume, init_or_resume, settle_compile
-from nanotron.training.replicas import SECTION, ReplicasDiffer
+from nanotron.training.replicas import ReplicasDiffer
 from nanotron.training.rollback import Harm, Rollbacks
 from nanotron.training.step import Training
 
@@ -324,8 +324,7 @@ class Run:
             outcomes.append(outcome)
             self._harm = self._harm or self.rollbacks.harm(made.step, outcome, made.data.stage, made.consumed)
             self._log(made, outcome)
-            if differences := self.training.replicas.differences(outcome.vectors.get(SECTION, ())):
-                raise ReplicasDiffer(made.step, differences)
+            self.training.replicas.demand_equal(made.step, outcome.vectors)
         return outcomes
 
     def _log(self, made: _Made, outcome: Outcome) -> None:
@@ -365,8 +364,7 @@ class Run:
 
     def _save(self) -> None:
         """Begin a checkpoint of the current step, if it is sound."""
-        if differences := self.training.replicas.compare():
-            raise ReplicasDiffer(self.step, differences)
+        self.training.replicas.demand_equal(self.step)
         with self.clock.apart(SAVING_MS):
             self.saver.save(self.step, list(self.training.state_shards()), self._state(), self.config.to_texts())
         self._last_saved, self._last_save_time = self.step, time.monotonic()
