@@ -83,7 +83,7 @@ def test_a_wrong_name_of_a_data_set_is_its_only_mistake(tmp_path: Path, value: s
 PATHS = {
     "check": {"config_file"}, "doctor": {"config_file"}, "export-hf": {"checkpoint", "target"},
     "import-hf": {"source", "target"},
-    "init": {"output"}, "inspect": {"path"}, "plan": {"config_file", "output"}, "report": {"run", "output"},
+    "init": {"output"}, "inspect": {"path"}, "plan": {"config_file", "output"}, "report": {"runs", "output"},
     "timeline": {"config_file", "run", "output"}, "tokenize": {"inputs", "output", "tokenizer"},
     "generate": {"checkpoint", "batch_file"}, "train": {"config_file"}, "watch": {"run"}, "schema": set(),
     "slurm": {"config_file"},
