@@ -184,6 +184,19 @@ def wait(work: Any) -> None:
     work.wait()
 
 
+def alone(rank: int, world: int) -> None:
+    group = dist.new_group([rank], use_local_synchronization=True)
+    shard, flat = torch.zeros(3), torch.arange(3.0)
+    wait(comm.start_reduce_scatter(shard, flat, group))
+    assert torch.equal(shard, flat)
+    wait(comm.start_all_gather(flat, shard + 1, group))
+    assert torch.equal(flat, shard + 1)
+
+
+def test_a_group_of_one_rank_keeps_what_it_has(pool: Pool) -> None:
+    pool.run(2, alone)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_flat_buffers_are_reduced_and_gathered_in_place(pool: Pool, world: int) -> None:
     pool.run(world, flat_buffers)

@@ -51,8 +51,7 @@ class ReduceScatter(Transfers):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         super().wait()
-        total, *others = self._others
-        for other in others:
-            total += other
-        torch.add(self._mine, total, out=self._shard)
+        total = self._mine if self._others else self._shard.copy_(self._mine)
+        for other in self._others:
+            total = torch.add(total, other, out=self._shard)
         return True
