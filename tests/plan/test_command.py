@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from nanotron.plan.hardware import find_cluster
 from nanotron.plan.layouts import changed, is_legal
 from nanotron.plan.measure import measure_chunk
 from nanotron.plan.predict import Planner
-from nanotron.plan.search import Fastest, legal_layouts, search
+from nanotron.plan.search import Fastest
 from nanotron.plan.text import fixes_text, plan_text, search_text
 from nanotron.training.topology import pipeline_schedule
 from tests.plan.configs import small
@@ -157,15 +156,6 @@ def test_cutting_rows_is_among_what_makes_them_fit() -> None:
     assert {CONTEXT: 2} in [fix.change for fix in cheapest_fixes(planner, config)]
 
 
-def test_a_search_cuts_long_rows_where_that_is_legal() -> None:
-    config = small(sequence=16384, micro_batch=1, accumulation=1)
-    planner = Planner(find_cluster("h100", 4))
-    layouts = [other.parallelism for _, other in legal_layouts(planner, config, 4)]
-    cuts = {(layout.context_parallel_size, layout.cp_mode) for layout in layouts}
-    assert cuts == {(1, "ALL_GATHER"), *product((2, 4), ("ALL_GATHER", "ALL_TO_ALL"))}
-    assert {layout.world_size for layout in layouts} == {4}
-
-
 def test_the_table_of_a_search_says_how_rows_are_cut() -> None:
     plan = Planner(find_cluster("h100", 8)).plan(small(cp=4, cp_mode="ALL_TO_ALL", layers=1))
     lines = search_text(Fastest([({}, plan)], 1, 1)).splitlines()
@@ -191,14 +181,6 @@ def just_enough_for(config: Config) -> Planner:
     device = replace(planner.cluster.device, memory_bytes=planner.memories(config)[0].total * 1.001)
     planner.cluster = replace(planner.cluster, device=device)
     return planner
-
-
-def test_a_search_shards_gradients_where_they_do_not_fit_otherwise() -> None:
-    config = small(dp=8, hidden=512, sequence=64, micro_batch=1, accumulation=1, layers=1, recompute=True)
-    planner = just_enough_for(changed(config, {"optimizer.zero_stage": 2}))
-    best = search(planner, config, 8).best
-    assert 2 in {plan.config.optimizer.zero_stage for _, plan in best}
-    assert all(plan.fits for _, plan in best)
 
 
 def test_a_plan_says_what_every_micro_batch_sends_of_whole_blocks(planner: Planner) -> None:

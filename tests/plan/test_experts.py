@@ -100,16 +100,18 @@ def test_layers_with_and_without_experts_are_counted_each_by_one_more_of_it() ->
     assert Measurements("accelerator").chunk(config, whole) == measure_chunk(config, whole, "accelerator")
 
 
+@pytest.mark.parametrize("sparse", [[], [1, 3, 4]], ids=["dense", "sparse"])
 @pytest.mark.parametrize("recompute", [False, "selective"])
-def test_the_work_of_a_whole_model_follows_from_few_layers_and_rows(recompute: bool | str) -> None:
-    layers = {"layers": 5, "experts": EXPERTS | {"layers": [1, 3, 4]}}
-    config = small(**ONE | layers, dp=2, ep=2, micro_batch=4, recompute=recompute)
+def test_the_work_of_a_whole_model_is_that_of_its_parts(recompute: bool | str, sparse: list[int]) -> None:
+    layers = {"layers": 5, "experts": EXPERTS | {"layers": sparse} if sparse else None}
+    config = small(**ONE | layers, dp=2, ep=2 if sparse else 1, micro_batch=4, recompute=recompute)
     known, whole = Measurements("accelerator").whole(config), StageModules.whole(config.model.model_config)
     measured = measure_chunk(config, whole, "accelerator")
     for kind in ("forward", "backward", "weights"):
         found, expected = getattr(known, kind), getattr(measured, kind)
-        assert found == pytest.approx(expected, rel=0.02)  # of 64 tokens a whole number travels
-        assert found["kernels"] == expected["kernels"]
+        assert found == pytest.approx(expected, rel=0.02)
+        # each chunk adds up its routers' losses, with two kernels more than one has for those of all its layers
+        assert 0 <= found["kernels"] - expected["kernels"] <= 2 * len(sparse)
 
 
 def test_an_expert_s_weight_gradient_is_counted_for_all_of_them() -> None:

@@ -18,7 +18,7 @@ from nanotron.ops.context import ContextMode, context_attention
 from nanotron.ops.kernels import Kernels
 from nanotron.ops.recompute import Recompute
 from nanotron.plan.counting import Counting
-from nanotron.plan.fakes import FakeMesh, counting
+from nanotron.plan.fakes import META, FakeMesh, counting
 from nanotron.plan.measure import ChunkCounts
 from tests.models.tiny import mean_loss, tiny_batch, tiny_config, whole_model
 from tests.plan.configs import small
@@ -140,7 +140,7 @@ def peak_of_attention(length: int, cp: int, mode: ContextMode) -> int:
             [0, length // 5, length // 2], [length // 5, length // 2 - length // 5, length - length // 2]
         )
         _, spans = ContextCut(mesh, mode).of((2, length), np.stack([starts, np.zeros_like(starts)]))
-        leaves = [torch.empty(2, length // cp, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
+        leaves = [torch.empty(2, length // cp, heads, 16, device=META, requires_grad=True) for heads in (4, 2, 2)]
         attended = context_attention(*leaves, spans, mesh, mode=mode, kernels="accelerator")
         torch.autograd.grad(attended, leaves, torch.empty_like(attended))
         return counter.peak

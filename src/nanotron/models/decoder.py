@@ -244,29 +244,32 @@ class DecoderChunk(nn.Module):
     def _chunked_loss(self, x: Tensor, labels: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """Loss sums of x [b, s, d] ([b, s/t, d]), whose logits exist for ``size`` tokens of a row at a time.
 
-        With a chunk's logits goes its gradient, that of all losses times ``hooks.loss_scale``: the head's weights get
-        theirs in this forward, and backward has only x's to pass on.
+        With a chunk's logits goes its gradient: backward has only x's to pass on.
         """
-        assert self.head is not None
-        x, learns = self.tp.entered(x), torch.is_grad_enabled()
-        z_weight = self.config.z_loss_coefficient if self.config.z_loss_enabled else 0.0
-        first_row, sums, grads = self._first_row(head_name(self.config)), [], []
-        for part, part_labels in zip(torch.split(x.detach(), size, 1), torch.split(labels, size, 1), strict=True):
-            part.requires_grad_(learns)
-            (logits,) = linear(part, [self.head], self.tp)  # [b, size, d] -> [b, size, V/t]
-            lm, squared_log_z = cross_entropy(logits, part_labels, first_row, self.mesh, fuse=self.fuse)
-            if learns:
-                torch.autograd.backward((lm + z_weight * squared_log_z) * self.hooks.loss_scale())
-                assert part.grad is not None
-                grads.append(part.grad)
-            sums.append(torch.stack([lm.detach(), squared_log_z.detach()]))
-            del logits
+        x = self.tp.entered(x)
+        chunks = zip(torch.split(x.detach(), size, 1), torch.split(labels, size, 1), strict=True)
+        sums, grads = zip(*(self.loss_and_gradient(*chunk) for chunk in chunks), strict=True)
         total = torch.stack(sums).sum(0)
-        if not learns:
+        if not torch.is_grad_enabled():
             return total[0], total[1]
         grad = torch.cat(grads, dim=1)
         lm, squared_log_z = with_transpose(x, lambda _: total, lambda _: grad)
         return lm, squared_log_z
+
+    def loss_and_gradient(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both loss sums of some tokens x [b, s, d], and x's gradient, if there is to be one.
+
+        That is of all losses times ``hooks.loss_scale``; the head's weights get theirs at once.
+        """
+        assert self.head is not None
+        x.requires_grad_(torch.is_grad_enabled())
+        (logits,) = linear(x, [self.head], self.tp)  # [b, s, d] -> [b, s, V/t]
+        name = head_name(self.config)
+        lm, squared_log_z = cross_entropy(logits, labels, self._first_row(name), self.mesh, fuse=self.fuse)
+        if torch.is_grad_enabled():
+            z_weight = self.config.z_loss_coefficient if self.config.z_loss_enabled else 0.0
+            torch.autograd.backward((lm + z_weight * squared_log_z) * self.hooks.loss_scale())
+        return torch.stack([lm.detach(), squared_log_z.detach()]), x.grad
 
     def _first_row(self, name: str) -> int:
         return self.specs[name].local_box(self.mesh).offset[0]

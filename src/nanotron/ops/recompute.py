@@ -50,8 +50,12 @@ class MatmulOutputs:
         finally:
             self._kept = None
         if not again:
-            shapes = [torch.empty_like(result, device="meta") for result in kept.pop()]  # to read them would fail
-            kept.append(shapes)
+            kept.append([without_memory(result) for result in kept.pop()])
+
+
+def without_memory(x: Tensor) -> Tensor:
+    """A tensor of x's shape, to read which would fail."""
+    return torch.empty_like(x, device="meta")
 
 
 def recomputed(

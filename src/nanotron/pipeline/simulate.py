@@ -214,7 +214,7 @@ def _hang(schedule: Schedule, rank: int, left: Sequence[BlockingStep]) -> str:
     return f"schedule {schedule.name}: rank {rank} hangs in {left[0]}{before}; the other side never comes to it"
 
 
-def peak(program: Program) -> Peak:
+def peak(program: Sequence[Step]) -> Peak:
     """What one rank holds at most while it executes its program; taking a W early can only make it less."""
     done: Counter[str] = Counter()
     most = Peak(0, 0, 0)

@@ -53,11 +53,17 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``alive`` bytes are those of the storages that somebody still holds; a view costs nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, imagined: bool = False) -> None:
+        """``imagined``: take tensors on "meta" to have memory."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.imagined = imagined
         self.alive = self.peak = 0
         self.work: Work = Counter()
         self._storages: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is nothing to skip, and to import it takes a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -77,6 +83,11 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.work = outer
 
+    def add(self, work: Work, peak: int) -> None:
+        """Count what has been counted apart, and as many bytes as there were at its worst moment."""
+        self.work.update(work)
+        self.peak = max(self.peak, peak)
+
     @contextmanager
     def times(self, count: int) -> Iterator[None]:
         """Count what runs inside as if it ran ``count`` times, one after the other."""
@@ -87,25 +98,29 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outer.update({key: count * number for key, number in self.work.items()})
             self.work = outer
 
+    def overlook(self, tensor: Tensor) -> None:
+        """Take a tensor that somebody holds all the time, and its views, to have no memory."""
+        self._storages[tensor.untyped_storage()._cdata] = (0, ())
+
     def shapes_alive(self) -> Iterable[tuple[int, ...]]:
         """The shape with which each living storage was made."""
         return [shape for _, shape in self._storages.values()]
 
     def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func._opname
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(args)
         groups = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)]
         axis = ProcessGroup.unbox(groups[0]).group_name
         self.work[Traffic(COLLECTIVES[name], axis, "calls")] += 1
         self.work[Traffic(COLLECTIVES[name], axis, "bytes")] += max(_bytes(tensor) for tensor in tensors)
 
     def _count_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(result)
         fresh = [self._holds(tensor) for tensor in outputs]
         if not (any(fresh) or func._schema.is_mutable) or func._opname.startswith(("empty", "new_empty")):
             return  # a view, or memory without values: no kernel runs
         self.work["kernels"] += 1
-        inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        inputs = tensors_in(args)
         name = func._opname
         if name in _MATMULS:
             a, b = inputs[-2:]
@@ -132,7 +147,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._storages:
             return False
-        nbytes = 0 if tensor.is_meta else storage.nbytes()
+        nbytes = storage.nbytes() if self.imagined or not tensor.is_meta else 0
         self._storages[key] = (nbytes, tuple(tensor.shape))
         self.alive += nbytes
         self.peak = max(self.peak, self.alive)
@@ -141,6 +156,13 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _frees(self, key: int) -> None:
         self.alive -= self._storages.pop(key)[0]
+
+
+def tensors_in(x: Any) -> list[Tensor]:
+    """The tensors of an operator's arguments, or results."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [tensor for part in x for tensor in tensors_in(part)] if isinstance(x, list | tuple) else []
 
 
 def _bytes(tensor: Tensor) -> int:

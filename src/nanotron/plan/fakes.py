@@ -1,25 +1,30 @@
-"""What stands in for a cluster: process groups without peers, and the kernels of an accelerator on a CPU build."""
+"""What stands in for a cluster: process groups without peers, and the kernels of an accelerator on a CPU build.
+
+Tensors are on "meta": they have shapes and no data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
+from inspect import unwrap
 from itertools import pairwise, product
 from math import comb, prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotron.models import experts
-from nanotron.ops import attention, fp8, recompute
+from nanotron.models.decoder import DecoderChunk
+from nanotron.ops import attention, fp8, gemm, recompute
 from nanotron.ops import experts as expert_ops
 from nanotron.ops.experts import Numbers, count
 from nanotron.ops.fused import Function
@@ -28,8 +33,15 @@ from nanotron.optim import owners
 from nanotron.optim.buckets import Bucket
 from nanotron.optim.owners import OWNERS, Held, Matrix, Part, held_by
 from nanotron.parallel.mesh import AxisSizes, Mesh, Purpose
-from nanotron.parallel.params import Box
-from nanotron.plan.counting import Counting
+from nanotron.parallel.params import Box, ParamSpec
+from nanotron.plan.counting import Counting, Work, tensors_in
+from nanotron.training import build
+from nanotron.training.topology import parameter_specs
+
+if TYPE_CHECKING:
+    from nanotron.config import Config
+
+META = torch.device("meta")
 
 
 class FakeMesh(Mesh):
@@ -55,9 +67,9 @@ class FakeMesh(Mesh):
 def _fake_group(name: str, size: int) -> ProcessGroup | None:
     if size == 1:
         return None
-    group = ProcessGroup(FakeStore(), 0, size)
+    group = ProcessGroup(HashStore(), 0, size)
     backend = FakeProcessGroup._create_internal(0, size)
-    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.CUSTOM, backend)
+    group._register_backend(META, ProcessGroup.BackendType.CUSTOM, backend)
     group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
     group._set_group_name(name)  # type: ignore[arg-type]
     return group
@@ -65,27 +77,89 @@ def _fake_group(name: str, size: int) -> ProcessGroup | None:
 
 @contextmanager
 def counting() -> Iterator[Counting]:
-    """Run what is inside on fake tensors and count it.
-
-    Their device is "cpu", also where kernels are an accelerator's: "meta" would take the attention path that keeps
-    s × s scores, and a fake "cuda" needs a build for it.
-    """
+    """Count what is inside, whose tensors are on "meta"."""
     attention._triangles.cache_clear()  # no real tensor may be met inside, and no fake one afterwards
     with ExitStack() as stack:
         stack.callback(attention._triangles.cache_clear)
-        counter = Counting()
-        one_for_all = partial(_weight_gradient_of_one, counter, expert_ops._add_grouped_gemm)
-        for module, name, stand_in in [*_STAND_INS, (expert_ops, "_add_grouped_gemm", one_for_all)]:
+        counter, room = Counting(imagined=True), torch.empty(16, dtype=torch.uint8, device=META)
+        counter.overlook(room)
+        stand_ins = [
+            (expert_ops, "_add_grouped_gemm", partial(_weight_gradient_of_one, counter, expert_ops._add_grouped_gemm)),
+            (DecoderChunk, "loss_and_gradient", _as_the_second(counter, DecoderChunk.loss_and_gradient)),
+            (recompute, "without_memory", partial(_in, room)),
+        ]
+        for module, name, stand_in in [*_STAND_INS, *stand_ins]:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, stand_in)
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(_Shapes())  # type: ignore[no-untyped-call]
         yield stack.enter_context(counter)
 
 
-def _last_queries(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> Tensor:
-    """As an accelerator's kernel, which needs no mask; torch's own bias is no fake tensor."""
-    attended, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    return cast(Tensor, attended)
+class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Says what operators give of tensors on "meta": asks torch once for each operator and shapes.
+
+    Torch's own answer is often made in Python, and takes a fifth of a millisecond.
+    """
+
+    _makers: ClassVar[dict[Any, Callable[[], Any] | None]] = {}
+    """By operator and arguments: what makes the like of its result anew; None where that is a view, or has values."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is nothing to skip, and to import it takes a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or func.namespace == "c10d":
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            return _written(func, args, kwargs)
+        key = func, _described(args), _described(tuple(kwargs.items()))
+        make = self._makers.get(key)
+        if make is not None:
+            return make()
+        result = func(*args, **kwargs)
+        if key not in self._makers:
+            self._makers[key] = _maker(result, tensors_in((*args, *kwargs.values())))
+        return result
+
+
+def _described(x: Any) -> Any:
+    """What the shape of an operator's result may depend on."""
+    if isinstance(x, Tensor):
+        return x.shape, x.stride(), x.dtype, x.device
+    return tuple(map(_described, x)) if isinstance(x, list | tuple) else (type(x), x)
+
+
+def _maker(result: Any, arguments: Sequence[Tensor] = ()) -> Callable[[], Any] | None:
+    tensors = tensors_in(result)
+    given = {x.untyped_storage()._cdata for x in arguments}
+    if not tensors or any(not x.is_meta or x.untyped_storage()._cdata in given for x in tensors):
+        return None
+    if isinstance(result, Tensor):
+        options: dict[str, Any] = {"dtype": result.dtype, "device": META}
+        return partial(torch.empty_strided, result.shape, result.stride(), **options)
+    parts = [_maker(part, arguments) for part in result]
+    return lambda: tuple(make and make() for make in parts)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """The arguments that an operator returns after writing into them: without data there is nothing to write."""
+    if not func._schema.returns:
+        return None
+    arguments = enumerate(func._schema.arguments)
+    places = [(place, known.name) for place, known in arguments if known.alias_info and known.alias_info.is_write]
+    written = [args[place] if place < len(args) else kwargs[name] for place, name in places]
+    return written[0] if len(written) == 1 else tuple(written)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """As an accelerator's kernel: neither copies of heads that share keys, nor a mask where it is causal."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, e] -> [b, h, s, e]
+    options = {} if mask is None else {"attn_mask": mask}
+    causal = mask is None and q.shape[2] > 1
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return cast(Tensor, kernel(q, k, v, 0.0, causal, **options)[0].transpose(1, 2))
 
 
 def _weight_gradient_of_one(
@@ -102,6 +176,28 @@ def _weight_gradient_of_one(
     most = max(sizes)
     with counter.times(sum(map(bool, sizes))):
         add(buffer[:1], first, grad[:most], rows[:most], [most], kernels)
+
+
+def _as_the_second(counter: Counting, loss_and_gradient: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss of tokens in chunks, of which there may be very many: the third and later ones count as the second."""
+    runs: dict[Any, list[tuple[Work, int, Callable[[], Any] | None]]] = {}
+
+    def run(chunk: DecoderChunk, x: Tensor, labels: Tensor) -> Any:
+        known = runs.setdefault((id(chunk), x.shape), [])
+        if len(known) < 2:
+            most, before = counter.peak, counter.alive
+            with counter.section() as work:
+                result = loss_and_gradient(chunk, x, labels)
+            known.append((work, counter.peak - before, _maker(result)))
+            counter.add(work, most)
+            return result
+        work, more, make = known[1]
+        counter.add(work, counter.alive + more)
+        assert chunk.head is not None
+        chunk.hooks.weight_grads.add_now(chunk.head, lambda buffer, first: None)
+        return make and make()
+
+    return run
 
 
 def even_numbers(chosen: Tensor, ranks: Tensor, here: int, mesh: Mesh) -> Numbers:
@@ -152,21 +248,42 @@ def even_holdings(buckets: Sequence[Bucket], mesh: Mesh) -> list[Held]:
 def _out_of_sight() -> Iterator[None]:
     """What goes to host memory takes none of the device's; it comes back as a copy."""
 
-    def leave(x: Tensor) -> Tensor:
-        return x if isinstance(x, torch.nn.Parameter) else torch.empty_like(x, device="meta")
+    def leave(x: Tensor) -> Any:
+        return x if isinstance(x, torch.nn.Parameter) else (x.shape, x.dtype)
 
-    def come_back(x: Tensor) -> Tensor:
-        return x if isinstance(x, torch.nn.Parameter) else torch.empty_like(x, device="cpu")
+    def come_back(kept: Any) -> Tensor:
+        return kept if isinstance(kept, torch.nn.Parameter) else torch.empty(kept[0], dtype=kept[1], device=META)
 
     with torch.autograd.graph.saved_tensors_hooks(leave, come_back):
         yield
 
 
-_STAND_INS = (
+def _known_specs(config: Config) -> dict[str, ParamSpec]:
+    """The parameters of a model, of which many chunks are built."""
+    key = repr(config.model), repr(config.optimizer), config.parallelism.sequence_parallel
+    if key not in _specs:
+        _specs[key] = parameter_specs(config)
+    return _specs[key]
+
+
+_specs: dict[tuple[str, str, bool], dict[str, ParamSpec]] = {}
+
+
+def _in(room: Tensor, x: Tensor) -> Tensor:
+    """A tensor of x's shape in the memory of one number."""
+    return room.view(x.dtype)[:1].expand(x.shape)
+
+
+_STAND_INS: tuple[tuple[Any, str, Any], ...] = (
     (recompute, "on_host", _out_of_sight),
-    (attention, "last_queries", _last_queries),
+    (attention, "_fused", _attended),
+    (attention, "_has_flash", lambda device: False),
+    (gemm, "adds_in", lambda total, factors, device: False),
     (experts, "numbers_of", even_numbers),
     (owners, "everyones", even_holdings),
+    (build, "parameter_specs", _known_specs),
+    (recompute, "checkpoint", unwrap(checkpoint.checkpoint)),  # what is around them imports torch._dynamo: a second
+    (checkpoint, "_run_fn_with_dynamo_disabled", unwrap(checkpoint._run_fn_with_dynamo_disabled)),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from nanotron.config.rules import RULES
@@ -17,15 +17,16 @@ Change = Mapping[str, Any]
 
 
 def changed(config: Config, change: Change) -> Config:
-    """The config with some keys replaced; stages are balanced anew."""
-    other = deepcopy(config)
-    for name, value in change.items():
+    """The config with some keys replaced; stages are balanced anew. It shares all other sections with the first one."""
+    other = copy(config)
+    for name, value in {**change, "parallelism.pp_layers": None}.items():
         *sections, key = name.split(".")
         holder: Any = other
         for section in sections:
-            holder = getattr(holder, section)
+            own = copy(getattr(holder, section))
+            setattr(holder, section, own)
+            holder = own
         setattr(holder, key, value)
-    other.parallelism.pp_layers = None
     return other
 
 

@@ -29,7 +29,7 @@ from nanotron.optim.buckets import Bucket, Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting, Traffic, Work
-from nanotron.plan.fakes import FakeMesh, counting, on_accelerator
+from nanotron.plan.fakes import META, FakeMesh, counting, on_accelerator
 from nanotron.plan.layouts import changed
 from nanotron.training.balance import ExpertBalance
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
@@ -102,24 +102,35 @@ class Measurements:
 
     def chunk(self, config: Config, modules: StageModules) -> ChunkCounts:
         """One microbatch in a chunk; on the tp rank with the most rows of the vocabulary."""
-        return self._along_layers(config, modules, FEW, measure_chunk)
+        return self._along_layers(config, modules)
 
     def whole(self, config: Config) -> ChunkCounts:
-        """One microbatch in the whole model, for its work: that of a row is measured, and that of one more."""
-        modules = StageModules.whole(config.model.model_config)
-        one, two = (
-            self._along_layers(changed(config, {"tokens.micro_batch_size": rows}), modules, 1, measure_deferring)
-            for rows in (1, 2)
-        )
-        return extended(one, one, two, config.tokens.micro_batch_size - 1)
+        """One microbatch in the whole model, for its work: that of its ends, and that of one layer of each kind."""
+        none = replace(self._middle(config), backward=Work())  # it hands its gradient on, as a copy
+        counts = self._chunk(config, StageModules((), embed=True, head=True), measure_deferring)
+        for kind, layers in Counter(layer_kinds(config.model.model_config)).items():
+            counts = extended(counts, none, self._middle(config, kind), layers)
+        return counts
 
-    def _along_layers(self, config: Config, modules: StageModules, most: int, measure: Measure) -> ChunkCounts:
-        """The chunk's numbers, measured with ``most`` layers of a kind and with one more."""
+    def kept_by_layers(self, config: Config, modules: StageModules) -> int:
+        """The least bytes that a chunk's layers keep of a microbatch from F to B, each one's input among them."""
+        none = self._middle(config)
+        shared = none.kept if config.parallelism.recompute_offload else none.kept - none.message
+        kinds = Counter(_kinds(config, modules)).items()
+        return sum(layers * (self._middle(config, kind).kept - shared) for kind, layers in kinds)
+
+    def _middle(self, config: Config, *kinds: Kind) -> ChunkCounts:
+        """A chunk without the model's ends, of one layer of each of these kinds."""
+        layers = [layer_kinds(config.model.model_config).index(kind) for kind in kinds]
+        return self._chunk(config, StageModules(layers, embed=False, head=False), measure_deferring)
+
+    def _along_layers(self, config: Config, modules: StageModules) -> ChunkCounts:
+        """The chunk's numbers, measured with ``FEW`` layers of a kind and with one more."""
         counts = Counter(_kinds(config, modules))
-        few = Counter({kind: min(count, most) for kind, count in counts.items()})
+        few = Counter({kind: min(count, FEW) for kind, count in counts.items()})
 
         def measured(layers: Counter[Kind]) -> ChunkCounts:
-            return self._chunk(config, _last(config, modules, layers), measure)
+            return self._chunk(config, _last(config, modules, layers), measure_chunk)
 
         low = found = measured(few)
         for kind, more in (counts - few).items():
@@ -148,19 +159,14 @@ class Measurements:
 
     def _chunk(self, config: Config, held: StageModules, measure: Measure) -> ChunkCounts:
         layout, tokens = config.parallelism, config.tokens
-        key = (
+        key: tuple[Any, ...] = (
             measure,
             (repr(config.model), _kinds(config, held), held[1:], config.optimizer.accumulate_grad_in_fp32),
-            (
-                layout.tp,
-                layout.tp_mode,
-                layout.recompute_layer,
-                layout.tp_recompute_allgather,
-                layout.recompute_offload,
-            ),
-            layout.expert_parallel_size,
-            (tokens.micro_batch_size, tokens.sequence_length, layout.context_parallel_size, layout.cp_mode),
+            (layout.tp, layout.tp_mode, layout.tp_recompute_allgather),
+            (tokens.micro_batch_size, tokens.sequence_length, layout.context_parallel_size),
         )
+        if held.layers:
+            key += layout.recompute_layer, layout.recompute_offload, layout.expert_parallel_size, layout.cp_mode
         if key not in self._chunks:
             self._chunks[key] = measure(config, held, self._kernels)
         if measure is not measure_chunk or not leaves_each_microbatch(config):
@@ -278,7 +284,7 @@ def measure_shared_chunk(config: Config, held: StageModules, kernels: Kernels, a
 
 def _options(config: Config, kernels: Kernels) -> ChunkOptions:
     """As the run's, with these kernels; what torch.compile makes of fake tensors is not counted, but for fp8."""
-    options = replace(chunk_options(config, "cpu"), kernels=kernels, fuse=eager)
+    options = replace(chunk_options(config, META), kernels=kernels, fuse=eager)
     if kernels != "accelerator":
         return options
     fuse = partial(on_accelerator, compiled=config.model.compile is not False)
@@ -349,7 +355,8 @@ def _message(config: Config) -> Tensor:
     layout = config.parallelism
     s = _length(config) // (layout.tp if layout.sequence_parallel else 1)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    return torch.empty(config.tokens.micro_batch_size, s, config.model.model_config.hidden_size, dtype=dtype)
+    shape = config.tokens.micro_batch_size, s, config.model.model_config.hidden_size
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def _length(config: Config) -> int:
@@ -362,15 +369,16 @@ def _batch(config: Config) -> Batch:
     layout, rows = config.parallelism, config.tokens.micro_batch_size
     mesh = Mesh({"cp": layout.context_parallel_size})
     _, spans = ContextCut(mesh, layout.cp_mode).of((rows, config.tokens.sequence_length), None)
-    tokens, labels, positions = (torch.zeros(rows, _length(config), dtype=torch.int64) for _ in range(3))
+    tokens, labels, positions = (torch.zeros(rows, _length(config), dtype=torch.int64, device=META) for _ in range(3))
     return Batch(tokens, labels, positions, spans)
 
 
 def measure_state(config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
-    """Build a rank's chunks, buckets and optimizer, and run the end of a step."""
+    """Build a rank's chunks, buckets and optimizer, and run the end of a step; as if nothing were kept on the host."""
+    config = changed(config, {"optimizer.offload": False})
     with counting() as counter:
         mesh = FakeMesh(mesh_axes(config), rank)
-        chunks = build_chunks(config, mesh, held, chunk_options(config, "cpu"))
+        chunks = build_chunks(config, mesh, held, chunk_options(config, META))
         buckets = build_buckets(config, mesh, chunks)
         optimizer, balance = build_optimizer(config, buckets, mesh), ExpertBalance(config, mesh, chunks)
         parameters, gradients = (sum(map(_nbytes, kept)) for kept in zip(*map(_kept, buckets.all), strict=True))

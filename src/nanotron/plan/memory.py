@@ -66,7 +66,7 @@ class _Walk:
         self.inside = 0  # of chunks: kept and stashed
         self.buffers: dict[Message, int] = {}  # received, handed over, or leaving
         self.leaving: list[Message] = []
-        self.peak = self.buffers_at_peak = 0
+        self.buffered = self.peak = self.buffers_at_peak = 0
 
     def take(self, step: Action | Exchange) -> None:
         """One step of the program."""
@@ -77,23 +77,23 @@ class _Walk:
 
     def _exchange(self, exchange: Exchange) -> None:
         for message in self.leaving:  # what left earlier has arrived by now
-            del self.buffers[message]
+            self._drop(message)
         self.leaving = [transfer.message for transfer in exchange.transfers if transfer.source == self.rank]
         for transfer in exchange.transfers:
             if transfer.target == self.rank:
-                self.buffers[transfer.message] = self.chunks[0].message
+                self._add(transfer.message, self.chunks[0].message)
         self._note(0)
 
     def _act(self, action: Action, chunk: ChunkCounts) -> None:
         need = input_of(self.schedule, self.rank, action)
         if need is not None:
-            del self.buffers[need]  # it is part of what the chunk holds now
+            self._drop(need)  # it is part of what the chunk holds now
         made = output_of(self.schedule, self.rank, action)
         if action.kind == "F":
             self._note(chunk.forward_peak)
             self.inside += chunk.kept
             if made is not None:
-                self.buffers[made] = chunk.sent
+                self._add(made, chunk.sent)
         elif action.kind == "W":
             self._note(max(0, chunk.weights_peak - chunk.stash))
             self.inside -= chunk.stash
@@ -102,9 +102,16 @@ class _Walk:
             self._note(chunk.backward_peak if action.kind == "B" else chunk.fused_peak)
             self.inside += chunk.stash if action.kind == "B" else 0
             if made is not None:
-                self.buffers[made] = chunk.message
+                self._add(made, chunk.message)
+
+    def _add(self, message: Message, size: int) -> None:
+        self.buffers[message] = size
+        self.buffered += size
+
+    def _drop(self, message: Message) -> None:
+        self.buffered -= self.buffers.pop(message)
 
     def _note(self, extra: int) -> None:
-        total = self.inside + sum(self.buffers.values()) + extra
+        total = self.inside + self.buffered + extra
         if total > self.peak:
-            self.peak, self.buffers_at_peak = total, sum(self.buffers.values())
+            self.peak, self.buffers_at_peak = total, self.buffered

@@ -7,24 +7,29 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanotron.models.families import flops_per_step
 from nanotron.models.specs import StageModules
 from nanotron.ops.kernels import kernels_of
 from nanotron.parallel.mesh import Mesh
-from nanotron.pipeline.communication import Program
+from nanotron.pipeline.communication import Program, communication
+from nanotron.pipeline.custom import is_custom
 from nanotron.pipeline.schedules import Schedule
-from nanotron.pipeline.simulate import prove
+from nanotron.pipeline.simulate import peak
 from nanotron.pipeline.timeline import Timeline, execute
 from nanotron.plan.counting import Traffic, Work
 from nanotron.plan.hardware import Cluster
+from nanotron.plan.layouts import Change, changed
 from nanotron.plan.measure import ChunkCounts, Measurements, StateCounts, leaves_each_microbatch
 from nanotron.plan.memory import RankMemory, rank_memory
-from nanotron.training.topology import mesh_axes, modules_of_stages, parameter_specs, pipeline_schedule
+from nanotron.training.topology import mesh_axes, modules_of_ranks, pipeline_schedule
 
 if TYPE_CHECKING:
     from nanotron.config import Config
+
+LONG = 4
+"""Microbatches for each pipeline rank, after which a schedule of ours has come to its worst moment: then it repeats."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,10 @@ class Planner:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._measurements = Measurements("accelerator" if cluster.is_accelerator else kernels_of("cpu"))
-        self._programs: dict[tuple[str, int, int, int], list[Program]] = {}
+        self._whole: dict[tuple[Any, ...], list[float]] = {}
+        self._under_way: dict[tuple[Any, ...], int] = {}
+        self._splits: dict[tuple[Any, ...], list[list[StageModules]]] = {}
+        self._programs: dict[tuple[Any, ...], list[Program]] = {}
 
     def plan(self, config: Config, *, every_layer: bool = False) -> Plan:
         """Predict everything about one config, which has been checked.
@@ -126,20 +134,52 @@ class Planner:
         return self._memories(config, schedule, chunks, states)
 
     def fits(self, config: Config) -> bool:
-        """Whether every rank's memory is enough."""
-        for pp_rank in (0, config.parallelism.pp - 1):  # what is held between steps alone, first: it is quickly known
-            held = modules_of_stages(config, pp_rank)
-            if self._state(config, pp_rank, held).total > self.cluster.memory_bytes:
-                return False
-        return max(memory.total for memory in self.memories(config)) <= self.cluster.memory_bytes
+        """Whether every rank's memory is enough; what is quickly known is asked first."""
+        have, held, ends = self.cluster.memory_bytes, self._held(config), (0, config.parallelism.pp - 1)
+        if any(self.least_bytes(config, pp_rank) > have for pp_rank in ends):
+            return False
+        if any(self._state(config, pp_rank, held[pp_rank]).total > have for pp_rank in ends):
+            return False
+        return max(memory.total for memory in self.memories(config)) <= have
+
+    def least_bytes(self, config: Config, pp_rank: int) -> float:
+        """What a rank holds at least, of numbers that many layouts share.
+
+        State is that of as few replicas as there can be, divided by as many as there are; activations are what layers
+        keep of the microbatches that are under way at once.
+        """
+        layout, stage = config.parallelism, config.optimizer.zero_stage
+        ep = layout.expert_parallel_size
+        alone: Change = {"parallelism.dp": ep, "parallelism.context_parallel_size": 1, "parallelism.dp_shard": None}
+        if ep == 1:  # then all stages are alike
+            alone = {**alone, "optimizer.zero_stage": 1}
+        held, schedule = self._held(config)[pp_rank], pipeline_schedule(config)
+        state = self._state(changed(config, alone), pp_rank, held)
+        shares = layout.sharing_ranks / ep
+        parts = state.parameters, state.gradients, state.master_weights + state.moments
+        sharded_from = 3, 2, 1  # stages of ZeRO
+        least = sum(part / (shares if stage >= first else 1) for part, first in zip(parts, sharded_from, strict=True))
+        kept = min(self._measurements.kept_by_layers(config, modules) for modules in held)
+        microbatches = config.tokens.batch_accumulation_per_replica
+        if not is_custom(schedule.name):
+            microbatches = min(microbatches, 2 * schedule.ranks)
+        key = schedule.name, schedule.ranks, schedule.num_chunks, pp_rank, microbatches
+        if key not in self._under_way:
+            self._under_way[key] = peak(schedule.actions(pp_rank, microbatches)).activations
+        return least + kept * self._under_way[key]
 
     def least_seconds(self, config: Config) -> float:
         """A step's time if layers were spread evenly and the pipeline only had to fill: no layout takes less."""
-        whole = self._measurements.whole(config)
-        peak = self.cluster.peak_flops(config)
-        forward, *rest = (self._seconds(config, work, peak) for work in (whole.forward, whole.backward, whole.weights))
-        layout = config.parallelism
-        busy = (forward + sum(rest)) * config.tokens.batch_accumulation_per_replica / layout.pp
+        layout, tokens = config.parallelism, config.tokens
+        key: tuple[Any, ...]
+        key = layout.tp, layout.tp_mode, layout.recompute_layer, layout.expert_parallel_size, tokens.micro_batch_size
+        key = *key, layout.context_parallel_size, layout.cp_mode
+        if key not in self._whole:
+            whole, peak = self._measurements.whole(config), self.cluster.peak_flops(config)
+            works = whole.forward, whole.backward, whole.weights
+            self._whole[key] = [self._seconds(config, work, peak) for work in works]
+        forward, *rest = self._whole[key]
+        busy = (forward + sum(rest)) * tokens.batch_accumulation_per_replica / layout.pp
         return busy + forward * (layout.pp - 1) / pipeline_schedule(config).num_stages  # until the last rank begins
 
     def _measured(
@@ -147,10 +187,19 @@ class Planner:
     ) -> tuple[Schedule, list[list[StageModules]], list[list[ChunkCounts]], list[StateCounts]]:
         """What every pipeline rank holds, what its chunks do with a microbatch, and its state."""
         schedule = pipeline_schedule(config)
-        held = [modules_of_stages(config, pp_rank) for pp_rank in range(schedule.ranks)]
+        held = self._held(config)
         chunks = [[self._measurements.chunk(config, modules) for modules in parts] for parts in held]
         states = [self._state(config, pp_rank, parts, every_layer) for pp_rank, parts in enumerate(held)]
         return schedule, held, chunks, states
+
+    def _held(self, config: Config) -> list[list[StageModules]]:
+        """The modules of every pipeline rank, by chunk."""
+        layout = config.parallelism
+        stages = layout.pp_engine, layout.pp, layout.pp_virtual_stages, str(layout.pp_layers)
+        key = repr(config.model.model_config), config.tokens.sequence_length, stages
+        if key not in self._splits:
+            self._splits[key] = modules_of_ranks(config)
+        return self._splits[key]
 
     def _memories(
         self,
@@ -159,14 +208,20 @@ class Planner:
         chunks: Sequence[Sequence[ChunkCounts]],
         states: Sequence[StateCounts],
     ) -> list[RankMemory]:
-        microbatches = config.tokens.batch_accumulation_per_replica
-        key = (schedule.name, schedule.ranks, schedule.num_chunks, microbatches)
-        if key not in self._programs:
-            self._programs[key] = prove(schedule, microbatches)
         return [
             rank_memory(config, schedule, rank, program, chunks[rank], states[rank])
-            for rank, program in enumerate(self._programs[key])
+            for rank, program in enumerate(self._program(config, schedule))
         ]
+
+    def _program(self, config: Config, schedule: Schedule) -> list[Program]:
+        """What every pipeline rank does in a step, of a long one only as much as its worst moment needs."""
+        microbatches = config.tokens.batch_accumulation_per_replica
+        if not is_custom(schedule.name) and microbatches > LONG * schedule.ranks:
+            microbatches = LONG * schedule.ranks + microbatches % schedule.ranks
+        key = schedule.name, schedule.ranks, schedule.num_chunks, schedule.sends_before_weights, microbatches
+        if key not in self._programs:
+            self._programs[key] = communication(schedule, microbatches)
+        return self._programs[key]
 
     def _state(
         self, config: Config, pp_rank: int, held: Sequence[StageModules], every_layer: bool = False
@@ -282,15 +337,16 @@ def ranks_of(config: Config, axis: str) -> Sequence[int]:
 
 def _sums_of_gradients(config: Config) -> set[str]:
     """The axes that gradients are summed over, as traffic names them: those of experts that replicas share differ."""
-    mesh = Mesh(mesh_axes(config))
-    return {"+".join(spec.reduce_axes(mesh)) for spec in parameter_specs(config).values()}
+    parts = Mesh(mesh_axes(config)).data_parts
+    return {"+".join(parts), "+".join(part for part in parts if part != "ep")}
 
 
 def _axes_of_shards(config: Config) -> set[str]:
     """The axes over which whole blocks come and go in every microbatch, where nothing else travels over them."""
-    mesh = Mesh(mesh_axes(config))
-    shards = {"+".join(mesh.shards_and_copies(axes.split("+"))[0]) for axes in _sums_of_gradients(config)}
-    return (shards - {"", "cp", "ep"}) if leaves_each_microbatch(config) else set()
+    if not leaves_each_microbatch(config):
+        return set()
+    shards = {"+".join(Mesh.shards_and_copies(axes.split("+"))[0]) for axes in _sums_of_gradients(config)}
+    return shards - {"", "cp", "ep"}
 
 
 def _traffic(

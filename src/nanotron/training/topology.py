@@ -57,10 +57,15 @@ def layers_of_stages(config: Config) -> list[tuple[int, int]]:
 
 def modules_of_stages(config: Config, pp_rank: int) -> list[StageModules]:
     """What each chunk of a pipeline rank holds of the model."""
+    return modules_of_ranks(config)[pp_rank]
+
+
+def modules_of_ranks(config: Config) -> list[list[StageModules]]:
+    """The same of every pipeline rank."""
     schedule, layers = pipeline_schedule(config), layers_of_stages(config)
-    stages = [schedule.placement(pp_rank, index) for index in range(schedule.num_chunks)]
-    last = schedule.num_stages - 1
-    return [StageModules(range(*layers[stage]), embed=stage == 0, head=stage == last) for stage in stages]
+    last, chunks = schedule.num_stages - 1, range(schedule.num_chunks)
+    held = [StageModules(range(*own), embed=stage == 0, head=stage == last) for stage, own in enumerate(layers)]
+    return [[held[schedule.placement(rank, chunk)] for chunk in chunks] for rank in range(schedule.ranks)]
 
 
 def tied_stages(config: Config) -> dict[str, tuple[int, ...]]:
