@@ -28,7 +28,7 @@ from nanotron.pipeline.engine import Pipeline
 from nanotron.pipeline.timeline import Span, Timeline, execute
 from nanotron.pipeline.trace import costs_of
 from nanotron.training.build import build_chunks, chunk_options
-from nanotron.training.topology import layers_of_stages, modules_of_stages, pipeline_schedule
+from nanotron.training.topology import layers_of_stages, modules_of_ranks, pipeline_schedule
 
 RANKS, ROWS, TOKENS, VOCABULARY = 2, 4, 256, 4096
 OURS = ("1f1b", "zb_h1", "zbv")
@@ -71,7 +71,7 @@ def ours(mesh: Mesh, name: str, microbatches: int, options: argparse.Namespace) 
     """One of our schedules."""
     config = config_of(name, microbatches, options)
     schedule, buffers = pipeline_schedule(config), []
-    chunks = build_chunks(config, Mesh(), modules_of_stages(config, mesh.coord("pp")), chunk_options(config, "cpu"))
+    chunks = build_chunks(config, Mesh(), modules_of_ranks(config)[mesh.coord("pp")], chunk_options(config, "cpu"))
     for chunk in chunks:
         chunk.initialize(0)
         for weight in chunk.weights.values():

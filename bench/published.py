@@ -233,13 +233,16 @@ def summary(compared: Sequence[Compared]) -> list[str]:
 
     order = kendall_tau([(entry.mfu, entry.plan.mfu) for entry in compared])
     nanotron = [entry for entry in compared if entry.row.source == NANOTRON]
-    order_here = kendall_tau([(entry.mfu, entry.plan.mfu) for entry in nanotron])
+    of_each = []
+    for source in dict.fromkeys(entry.row.source for entry in compared):
+        tau = kendall_tau([(entry.mfu, entry.plan.mfu) for entry in compared if entry.row.source == source])
+        of_each.append(f"{source.split(',')[0]} {tau:.2f}")
     memory = kendall_tau([(entry.row.memory or 0.0, entry.plan.worst.memory.total) for entry in nanotron])
     return [
         f"median error, rows to fit: {medians([entry for entry in compared if entry.fitted])}",
         f"median error, held out:    {medians([entry for entry in compared if not entry.fitted])}",
         f"median error, all rows:    {medians(compared)}",
-        f"Kendall tau of MFU: all rows {order:.2f}, Nanotron's rows {order_here:.2f}; of memory: {memory:.2f}",
+        f"Kendall tau of MFU: all rows {order:.2f}, {', '.join(of_each)}; of memory, Nanotron: {memory:.2f}",
     ]
 
 

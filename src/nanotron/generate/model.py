@@ -13,7 +13,7 @@ from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.store import Store
 from nanotron.training.build import build_chunks
-from nanotron.training.topology import modules_of_stages
+from nanotron.training.topology import modules_of_ranks
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -28,7 +28,7 @@ def load_model(
     written; raises ConfigError on all of them.
     """
     options = ChunkOptions(getattr(torch, config.model.dtype), device)
-    (model,) = build_chunks(config, mesh, modules_of_stages(config, mesh.coord("pp")), options)
+    (model,) = build_chunks(config, mesh, modules_of_ranks(config)[mesh.coord("pp")], options)
     pieces = [
         StateShard("ema" if ema else "weight", name, spec.shape, spec.local_box(mesh), model.weights[name].data)
         for name, spec in model.specs.items()

@@ -1,4 +1,4 @@
-"""Counts what code does while it runs on fake tensors: bytes alive, operations, collectives.
+"""Counts what code does while it runs on meta tensors: bytes alive, operations, collectives.
 
 The code is the trainer's own and really runs; only its tensors have no data. Whatever the planner says about memory
 and traffic was seen here, so there are no formulas that could drift away from the code.

@@ -1,4 +1,4 @@
-"""Runs one chunk's forward, backward and weight gradients, and one update, on fake tensors, and notes what they take.
+"""Runs one chunk's forward, backward and weight gradients, and one update, on meta tensors, and notes what they take.
 
 b rows   s tokens of a row   t tensor-parallel ranks   d hidden size
 
@@ -283,7 +283,7 @@ def measure_shared_chunk(config: Config, held: StageModules, kernels: Kernels, a
 
 
 def _options(config: Config, kernels: Kernels) -> ChunkOptions:
-    """As the run's, with these kernels; what torch.compile makes of fake tensors is not counted, but for fp8."""
+    """As the run's, with these kernels; what torch.compile makes of meta tensors is not counted, but for fp8."""
     options = replace(chunk_options(config, META), kernels=kernels, fuse=eager)
     if kernels != "accelerator":
         return options

@@ -173,7 +173,7 @@ class Planner:
         layout, tokens = config.parallelism, config.tokens
         key: tuple[Any, ...]
         key = layout.tp, layout.tp_mode, layout.recompute_layer, layout.expert_parallel_size, tokens.micro_batch_size
-        key = *key, layout.context_parallel_size, layout.cp_mode
+        key = *key, layout.context_parallel_size, layout.cp_mode, repr(config.model), tokens.sequence_length
         if key not in self._whole:
             whole, peak = self._measurements.whole(config), self.cluster.peak_flops(config)
             works = whole.forward, whole.backward, whole.weights

@@ -29,7 +29,7 @@ from nanotron.training.build import build_buckets, build_chunks, build_optimizer
 from nanotron.training.control import ControlWord
 from nanotron.training.diagnostics import diagnostics_of
 from nanotron.training.replicas import Replicas
-from nanotron.training.topology import modules_of_stages, parameter_specs, pipeline_schedule
+from nanotron.training.topology import modules_of_ranks, parameter_specs, pipeline_schedule
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -43,7 +43,7 @@ class Training:
     ) -> None:
         """``kernels``: who computes matmuls and attention; None: what is fastest on the device."""
         self._config, self._mesh = config, mesh
-        stages = modules_of_stages(config, mesh.coord("pp"))
+        stages = modules_of_ranks(config)[mesh.coord("pp")]
         options = replace(chunk_options(config, device), kernels=kernels, without_storage=True)
         self.chunks = build_chunks(config, mesh, stages, options)
         self.buckets = build_buckets(config, mesh, self.chunks)

@@ -55,13 +55,8 @@ def layers_of_stages(config: Config) -> list[tuple[int, int]]:
     )
 
 
-def modules_of_stages(config: Config, pp_rank: int) -> list[StageModules]:
-    """What each chunk of a pipeline rank holds of the model."""
-    return modules_of_ranks(config)[pp_rank]
-
-
 def modules_of_ranks(config: Config) -> list[list[StageModules]]:
-    """The same of every pipeline rank."""
+    """What each chunk of every pipeline rank holds of the model."""
     schedule, layers = pipeline_schedule(config), layers_of_stages(config)
     last, chunks = schedule.num_stages - 1, range(schedule.num_chunks)
     held = [StageModules(range(*own), embed=stage == 0, head=stage == last) for stage, own in enumerate(layers)]
