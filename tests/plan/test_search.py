@@ -133,3 +133,18 @@ def test_a_search_cuts_long_rows_where_that_is_legal() -> None:
     cuts = {(layout.context_parallel_size, layout.cp_mode) for layout in layouts}
     assert cuts == {(1, "ALL_GATHER"), *product((2, 4), ("ALL_GATHER", "ALL_TO_ALL"))}
     assert {layout.world_size for layout in layouts} == {4}
+
+
+def test_70b_on_64_devices_is_fastest_with_sharded_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Among its best layouts: no stage below 3 fits without a pipeline."""
+    planner, config = Planner(find_cluster("h100", 8)), preset("70b", 64)
+    wanted = {(1, 2), (4, 1)}  # (pp, rows of a micro-batch)
+    some = []
+    for change, other in legal_layouts(planner, config, 64):
+        layout = other.parallelism
+        plain = (layout.tp, layout.context_parallel_size, layout.pp_engine) == (4, 1, "1f1b")
+        if plain and layout.recompute_layer == "selective" and (layout.pp, other.tokens.micro_batch_size) in wanted:
+            some.append((change, other))
+    monkeypatch.setattr(search_module, "legal_layouts", lambda *_: some)
+    best = [plan.config for _, plan in search(planner, config, 64).best]
+    assert [(other.parallelism.pp, other.optimizer.zero_stage) for other in best] == [(1, 3), (4, 1)]

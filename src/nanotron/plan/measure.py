@@ -171,7 +171,8 @@ class Measurements:
             self._chunks[key] = measure(config, held, self._kernels)
         if measure is not measure_chunk or not leaves_each_microbatch(config):
             return self._chunks[key]
-        shared = (*key, config.optimizer.zero_stage, layout.dp, layout.dp_shard)
+        shards = layout.dp_shard or layout.dp
+        shared = (*key, config.optimizer.zero_stage, shards, layout.dp > shards)  # copies meet at a step's end only
         if shared not in self._chunks:
             self._chunks[shared] = measure_shared_chunk(config, held, self._kernels, self._chunks[key])
         return self._chunks[shared]
