@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "generate": {"*", "launch"},
     "doctor": {"*", "launch"},
     "report": {"*", "launch"},
+    "explain": {"*"},
     "launch": {"*", "training.trainer", "check"},
     "cli": {"*", "training.trainer", "launch", "check"},
 }

@@ -119,6 +119,23 @@ def doctor(
     raise typer.Exit(code)
 
 
+@app.command()
+def explain(
+    config_file: ConfigFile,
+    override: Overrides = [],  # noqa: B006
+    output: Annotated[
+        Path | None, _path_option("File to write.", "--output", "-o", show_default="CONFIG with .html for its suffix")
+    ] = None,
+) -> None:
+    """Write one training step as one HTML page: mesh, shards, every action, collective and transfer, and its code."""
+    from nanotron.check import examine
+
+    config = examine(config_file, override, files=False).config
+    from nanotron.explain.page import write_explanation
+
+    say(write_explanation(config, output or config_file.with_suffix(".html")))
+
+
 @app.command("export-hf")
 def export_hf(
     checkpoint: Annotated[str, _path("A step, or a folder of steps; may be a URL.")],

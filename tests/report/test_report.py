@@ -8,9 +8,7 @@ import json
 import math
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +24,9 @@ from nanotron.pipeline.trace import to_chrome
 from nanotron.report.page import report, write_report
 from nanotron.report.run import NEEDED, read_run
 from nanotron.report.series import series_of
+from tests.browser import SIZE, Elements, browse, needs_browser, seen_in
 from tests.commands import nanotron
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SIZE = (1280, 3400)
 LOSS_BLUE = (0x2A, 0x6F, 0xB0)
 
 
@@ -117,18 +114,6 @@ def drawn(page: str) -> dict[str, Any]:
     """Title -> what the script draws."""
     found = re.findall(r'<figure class="lines"><h3>(.*?)</h3>.*?<script type="application/json">(.*?)</script>', page)
     return {title: json.loads(data) for title, data in found}
-
-
-class Elements(HTMLParser):
-    """All tags with their attributes."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
 
 
 def test_the_page_loads_nothing_and_runs_its_own_script_alone(page: str, two: str) -> None:
@@ -365,32 +350,6 @@ document.body.dataset.seen = JSON.stringify({
   failed: performance.getEntriesByType("resource").map(entry => entry.name),
 });
 </script>"""
-
-
-def browse(page: Path, *options: str, cwd: Path) -> str:
-    """What the browser prints for the page, with no network to fall back on."""
-    assert BROWSER is not None
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--disable-dev-shm-usage"]
-    command += [
-        f"--user-data-dir={cwd / 'profile'}",
-        f"--window-size={SIZE[0]},{SIZE[1]}",
-        "--force-color-profile=srgb",
-    ]
-    command += ["--host-resolver-rules=MAP * ~NOTFOUND", *options, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=180, cwd=cwd).stdout
-
-
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine (apt-get install chromium)")
-
-
-def seen_in(page: str, look: str, folder: Path) -> Any:
-    """What a script that is put into the page, which would forbid it, sees there."""
-    body = re.sub(r'<meta http-equiv="Content-Security-Policy".*?>', "", page).replace("</body>", look + "</body>")
-    (folder / "page.html").write_text(body, encoding="utf-8")
-    shown = browse(folder / "page.html", "--dump-dom", cwd=folder)
-    attribute = next(attrs["data-seen"] for tag, attrs in Elements(shown).found if tag == "body")
-    assert attribute is not None
-    return json.loads(attribute)
 
 
 @needs_browser

@@ -23,6 +23,8 @@ COLLECTIVES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "alltoall_base_": "all_to_all",
+    "send": "send",
+    "recv_": "recv",
 }
 _MATMULS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
 _ATTENTION = {
@@ -111,8 +113,12 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = tensors_in(args)
         groups = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)]
         axis = ProcessGroup.unbox(groups[0]).group_name
-        self.work[Traffic(COLLECTIVES[name], axis, "calls")] += 1
-        self.work[Traffic(COLLECTIVES[name], axis, "bytes")] += max(_bytes(tensor) for tensor in tensors)
+        self.communicated(COLLECTIVES[name], axis, max(_bytes(tensor) for tensor in tensors))
+
+    def communicated(self, kind: str, axis: str, num_bytes: int) -> None:
+        """Count one collective or transfer."""
+        self.work[Traffic(kind, axis, "calls")] += 1
+        self.work[Traffic(kind, axis, "bytes")] += num_bytes
 
     def _count_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         outputs = tensors_in(result)

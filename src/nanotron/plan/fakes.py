@@ -54,17 +54,18 @@ class FakeMesh(Mesh):
     def group(self, *axes: str, purpose: Purpose = "compute") -> ProcessGroup | None:
         name = "+".join(axis for axis in axes if self.size(axis) > 1)
         if name not in self._fakes:
-            self._fakes[name] = _fake_group(name, prod(self.size(axis) for axis in axes))
+            self._fakes[name] = fake_group(name, prod(self.size(axis) for axis in axes))
         return self._fakes[name]
 
     def world_group(self) -> ProcessGroup | None:
-        return _fake_group("world", self.world)
+        return fake_group("world", self.world)
 
     def tied_group(self, stages: Sequence[int]) -> ProcessGroup | None:
-        return _fake_group("tied", len(set(stages)))
+        return fake_group("tied", len(set(stages)))
 
 
-def _fake_group(name: str, size: int) -> ProcessGroup | None:
+def fake_group(name: str, size: int) -> ProcessGroup | None:
+    """A group of so many ranks that answers at once; None for one."""
     if size == 1:
         return None
     group = ProcessGroup(HashStore(), 0, size)
@@ -76,18 +77,22 @@ def _fake_group(name: str, size: int) -> ProcessGroup | None:
 
 
 @contextmanager
-def counting() -> Iterator[Counting]:
-    """Count what is inside, whose tensors are on "meta"."""
+def counting(own: Counting | None = None) -> Iterator[Counting]:
+    """Count what is inside, whose tensors are on "meta"; with a counter of one's ``own``, which then sees all chunks of
+    the loss.
+    """
     attention._triangles.cache_clear()  # no real tensor may be met inside, and no fake one afterwards
     with ExitStack() as stack:
         stack.callback(attention._triangles.cache_clear)
-        counter, room = Counting(imagined=True), torch.empty(16, dtype=torch.uint8, device=META)
+        counter, room = own or Counting(imagined=True), torch.empty(16, dtype=torch.uint8, device=META)
         counter.overlook(room)
-        stand_ins = [
+        stand_ins: list[tuple[Any, str, Any]] = [
             (expert_ops, "_add_grouped_gemm", partial(_weight_gradient_of_one, counter, expert_ops._add_grouped_gemm)),
-            (DecoderChunk, "loss_and_gradient", _as_the_second(counter, DecoderChunk.loss_and_gradient)),
             (recompute, "without_memory", partial(_in, room)),
         ]
+        if own is None:
+            as_second = _as_the_second(counter, DecoderChunk.loss_and_gradient)
+            stand_ins.append((DecoderChunk, "loss_and_gradient", as_second))
         for module, name, stand_in in [*_STAND_INS, *stand_ins]:
             stack.callback(setattr, module, name, getattr(module, name))
             setattr(module, name, stand_in)

@@ -254,7 +254,7 @@ def _measure(config: Config, held: StageModules, kernels: Kernels, defer: Sequen
         # Buckets leave once in a step, not in every microbatch: no replicas here.
         alone = FakeMesh({"ep": ep, "tp": axes["tp"]}, mesh.coord("tp"))
         buckets = build_buckets(config, alone, [chunk])
-        batch, rest = _batch(config), counter.alive
+        batch, rest = fake_batch(config), counter.alive
         return [_run(counter, config, chunk, buckets, batch, defer=wanted, rest=rest) for wanted in defer]
 
 
@@ -273,7 +273,7 @@ def measure_shared_chunk(config: Config, held: StageModules, kernels: Kernels, a
         mesh = FakeMesh(mesh_axes(config), config.parallelism.tp - 1)
         (chunk,) = build_chunks(config, mesh, [held], _options(config, kernels))
         buckets = build_buckets(config, mesh, [chunk])
-        batch, rest = _batch(config), counter.alive
+        batch, rest = fake_batch(config), counter.alive
         first, apart, at_once = (
             _run(counter, config, chunk, buckets, batch, defer=defer, rest=rest) for defer in (True, True, False)
         )
@@ -365,7 +365,7 @@ def _length(config: Config) -> int:
     return config.tokens.sequence_length // config.parallelism.context_parallel_size
 
 
-def _batch(config: Config) -> Batch:
+def fake_batch(config: Config) -> Batch:
     """A microbatch of whole documents; context-parallel ranks have equal work, so it is the first one's."""
     layout, rows = config.parallelism, config.tokens.micro_batch_size
     mesh = Mesh({"cp": layout.context_parallel_size})
@@ -424,7 +424,7 @@ def _update(
     balance: ExpertBalance,
 ) -> None:
     """What `Training.step` does besides forward and backward, the last of which has begun to reduce its gradients."""
-    num_targets = begin_to_count_targets([_batch(config)], mesh)()
+    num_targets = begin_to_count_targets([fake_batch(config)], mesh)()
     buckets.finish()
     names, vectors = loss_names(config.model.model_config), balance.vectors({})
     word = ControlWord(buckets.squared_norm(), {}, names, vectors, save=False, stop=False)

@@ -27,9 +27,9 @@ def script() -> str:
     return files("nanotron.report").joinpath("chart.js").read_text(encoding="utf-8")
 
 
-def policy() -> str:
-    """What a browser may do with the page: run that script, use the page's own style, and load nothing at all."""
-    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+def policy(text: str) -> str:
+    """What a browser may do with a page: run its only script, use the page's own style, and load nothing at all."""
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
@@ -46,7 +46,7 @@ def figure(title: str, runs: Sequence[Sequence[Series]], marks: Marks = (), *, l
         f'<figure class="lines"><h3>{escape(title)}</h3><label class="log"><input type="checkbox"> log</label>'
         f"{_legend(lines)}"
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" tabindex="0"></svg>'
-        f'<output></output><script type="application/json">{_json(data)}</script></figure>'
+        f'<output></output><script type="application/json">{as_json(data)}</script></figure>'
     )
 
 
@@ -78,7 +78,7 @@ def _numbers(point: Point) -> list[float]:
     return [point.step, *(float(f"{value:.6g}") for value in (point.mean, point.low, point.high))]
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
     """As text that no name in it can end the element of."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 

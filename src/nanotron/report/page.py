@@ -110,7 +110,7 @@ def report(runs: Sequence[RunFiles]) -> str:
     title = escape(" and ".join(names))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy()}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy(script())}">\n'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>\n<body>\n'
         + "\n".join([f"<h1>{title}</h1>", *_sections(dict(zip(names, runs, strict=True)))])
         + f"\n<script>{script()}</script></body></html>\n"
