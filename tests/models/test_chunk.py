@@ -177,21 +177,16 @@ def test_recomputed_layers_have_the_same_gradients_in_every_bit(
             assert [name for name in plain if not torch.equal(plain[name], other[name])] == []
 
 
-def report(reported: list[str], names: dict[Tensor, str], weight: Tensor) -> None:
-    reported.append(names[weight])
-
-
 def test_deferred_weight_gradients_equal_immediate_ones_and_each_is_reported_once_per_use() -> None:
     config, batch = tiny_config("qwen2", tie_word_embeddings=True), tiny_batch()
     found: list[dict[str, Tensor]] = []
     for defer in (False, True):
         model = whole_model(config, dtype=torch.float32)
         buffers = {name: torch.zeros_like(weight) for name, weight in model.weights.items()}
-        names: dict[Tensor, str] = {weight: name for name, weight in model.weights.items()}
         reported: list[str] = []
         weight_grads = model.hooks.weight_grads
         for name, buffer in buffers.items():
-            weight_grads.bind(model.weights[name], buffer.detach, partial(report, reported, names))
+            weight_grads.bind(model.weights[name], buffer.detach, partial(reported.append, name))
         with weight_grads.deferring(defer):
             mean_loss(model, batch)[1].backward()  # type: ignore[no-untyped-call]
         assert bool(reported) != defer

@@ -187,7 +187,7 @@ def test_each_expert_multiplies_its_own_rows(kernels: Kernels, dtype: torch.dtyp
     grad = normal(sum(sizes), 16, seed=2).to(dtype)
     tp = TensorParallel(Mesh(), WeightGrads(), kernels=kernels)
     weight_grad = torch.full_like(weight, torch.nan).detach()  # the first gradient writes over what is there
-    tp.weight_grads.bind(weight, weight_grad.detach, is_first=lambda weight: True)
+    tp.weight_grads.bind(weight, weight_grad.detach, is_first=lambda: True)
     y = grouped_linear(rows, weight, sizes, tp)
     y.backward(grad)  # type: ignore[no-untyped-call]
     plain_rows, plain_weight = (tensor.detach().double().requires_grad_() for tensor in (rows, weight))

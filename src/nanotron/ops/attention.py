@@ -289,7 +289,7 @@ class _BlockCausal(Function):
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """What is multiplied at once of [b·n, …] tensors, k second: all; where sequences are long, each matrix alone."""
     alone = tensors[1].shape[1] >= LONG and tensors[1].dtype == torch.float32
-    return zip(*(torch.split(x, 1) if alone else [x] for x in tensors), strict=True)
+    return zip(*[torch.split(x, 1) if alone else [x] for x in tensors], strict=True)
 
 
 def _blocks(q: Tensor, k: Tensor, s: int, window: int | None) -> Iterator[tuple[int, slice, slice]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import repeat
 from typing import Any, Literal
 
 import torch
@@ -54,6 +55,11 @@ class TensorParallel:
     """How a layer multiplies in fp8, but for weight gradients; None: it does not."""
     matmuls: MatmulOutputs = field(default_factory=MatmulOutputs)
     """What was multiplied in the layer that is under way, where that is kept."""
+
+    @cached_property
+    def group(self) -> ProcessGroup | None:
+        """The ranks along tp; None: this one alone."""
+        return self.mesh.group("tp")
 
     def awaited(self, arrival: AsyncHandle) -> AsyncHandle:
         """The arrival itself where communication is overlapped; else the same one, waited for already."""
@@ -113,7 +119,7 @@ class _Linear(Function):
             entered, outputs = _multiplied(x, weights, biases, tp, enter, exit)
             tp.matmuls.keep(outputs)
         elif enter == "gather" and not ctx.gathers_again:
-            entered = all_gather(x, tp.mesh.group("tp"), dim=1)  # [b, s/t, k] -> [b, s, k]
+            entered = all_gather(x, tp.group, dim=1)  # [b, s/t, k] -> [b, s, k]
         else:
             entered = x
         ctx.save_for_backward(x if ctx.gathers_again else entered)
@@ -122,7 +128,7 @@ class _Linear(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        group = ctx.tp.mesh.group("tp")
+        group = ctx.tp.group
         bias_grads = [
             weight_grad(ctx.tp, bias, partial(_add_sum, grad=grad))
             for bias, grad in zip(ctx.biases, grads, strict=False)  # all of them, or none
@@ -151,17 +157,16 @@ def _multiplied(
     exit: Exit | None,
 ) -> tuple[Tensor, list[Tensor]]:
     """What ``linear`` gives, and the x that was multiplied, [b, s, k]."""
-    group = tp.mesh.group("tp")
-    on_entry = biases if not exit else ()
+    on_entry = [bias.flatten() for bias in biases] if not exit else []
     if enter == "gather" and tp.overlap:
         entered, outputs = _multiply_while_gathering(x, weights, on_entry, tp)
     else:
-        entered = all_gather(x, group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
+        entered = all_gather(x, tp.group, dim=1) if enter == "gather" else x  # [b, s/t, k] -> [b, s, k]
         outputs = _gemms(entered, weights, on_entry, tp)
     if exit == "sum":
-        outputs = [all_reduce_(y, group) for y in outputs]
+        outputs = [all_reduce_(y, tp.group) for y in outputs]
     if exit == "scatter":
-        outputs = [reduce_scatter(y, group, dim=1) for y in outputs]  # [b, s, n] -> [b, s/t, n]
+        outputs = [reduce_scatter(y, tp.group, dim=1) for y in outputs]  # [b, s, n] -> [b, s/t, n]
     if exit and biases:
         outputs = [y.add_(bias) for y, bias in zip(outputs, biases, strict=True)]
     return entered, outputs
@@ -170,16 +175,17 @@ def _multiplied(
 def _gemms(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tp: TensorParallel) -> list[Tensor]:
     """x · wᵀ (+ bias) for each weight: [b, s, k] -> [b, s, n'] each."""
     if tp.fp8 is None:
-        return [gemm(x, _matrix(w), _at(biases, i), kernels=tp.kernels) for i, w in enumerate(weights)]
+        pairs = zip(weights, biases or repeat(None), strict=False)
+        return [gemm(x, _matrix(w), bias, kernels=tp.kernels) for w, bias in pairs]
     outputs = tp.fp8.gemms(x, [_matrix(w) for w in weights])
-    return [y.add_(bias.flatten()) for y, bias in zip(outputs, biases, strict=True)] if biases else outputs
+    return [y.add_(bias) for y, bias in zip(outputs, biases, strict=True)] if biases else outputs
 
 
 def _multiply_while_gathering(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], tp: TensorParallel
 ) -> tuple[Tensor, list[Tensor]]:
     """Gather x [b, s/t, k] and multiply it, this rank's own tokens first: the gathered [b, s, k] and its outputs."""
-    arriving = begin_all_gather(x, tp.mesh.group("tp"), dim=1)
+    arriving = begin_all_gather(x, tp.group, dim=1)
     own = _gemms(x, weights, biases, tp)
     entered = arriving()
     lo = tp.mesh.coord("tp") * x.shape[1]
@@ -207,10 +213,6 @@ def _input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], tp: TensorPa
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
         total += _gemms(grad, [_matrix(weight).t()], (), tp)[0]
     return total
-
-
-def _at(biases: Sequence[Tensor], i: int) -> Tensor | None:
-    return biases[i].flatten() if biases else None
 
 
 def weight_grad(tp: TensorParallel, weight: Tensor, accumulate: Accumulate) -> Tensor | None:

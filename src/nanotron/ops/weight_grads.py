@@ -20,9 +20,7 @@ class WeightGrads:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[Tensor, Callable[[], Tensor]] = {}
-        self._contributed: dict[Tensor, Callable[[Tensor], None]] = {}
-        self._is_first: dict[Tensor, Callable[[Tensor], bool]] = {}
+        self._bound: dict[Tensor, tuple[Callable[[], Tensor], Callable[[], None], Callable[[], bool]]] = {}
         self._deferring = False
         self._jobs: list[Callable[[], None]] = []
 
@@ -30,31 +28,31 @@ class WeightGrads:
         self,
         weight: Tensor,
         buffer: Callable[[], Tensor],
-        contributed: Callable[[Tensor], None] = lambda weight: None,
-        is_first: Callable[[Tensor], bool] = lambda weight: False,
+        contributed: Callable[[], None] = lambda: None,
+        is_first: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Have ``weight``'s gradient accumulate into ``buffer()``; ``contributed(weight)`` follows each addition.
+        """Have ``weight``'s gradient accumulate into ``buffer()``; ``contributed()`` follows each addition.
 
-        ``is_first(weight)`` is asked before one: whether nothing has been added yet, so what is there means nothing.
+        ``is_first()`` is asked before one: whether nothing has been added yet, so what is there means nothing.
         """
-        self._buffers[weight], self._contributed[weight], self._is_first[weight] = buffer, contributed, is_first
+        self._bound[weight] = buffer, contributed, is_first
 
     def __contains__(self, weight: Tensor) -> bool:
-        return weight in self._buffers
+        return weight in self._bound
 
     def add(self, weight: Tensor, accumulate: Accumulate) -> None:
         """Have ``accumulate`` add this microbatch's gradient of ``weight``: now, or when the job is run."""
         if self._deferring:
-            self._jobs.append(partial(self.add_now, weight, accumulate))
+            later = torch.no_grad()(self.add_now)  # as in the backward that it is deferred from
+            self._jobs.append(partial(later, weight, accumulate))
         else:
             self.add_now(weight, accumulate)
 
     def add_now(self, weight: Tensor, accumulate: Accumulate) -> None:
-        """Run ``accumulate``, and say that the weight has had a contribution."""
-        with torch.no_grad():  # a deferred job runs outside of backward
-            buffer = self._buffers[weight]()  # which may be a new one
-            accumulate(buffer, self._is_first[weight](weight))
-        self._contributed[weight](weight)
+        """Run ``accumulate`` inside a backward, and say that the weight has had a contribution."""
+        buffer, contributed, is_first = self._bound[weight]
+        accumulate(buffer(), is_first())  # the buffer may be a new one
+        contributed()
 
     @contextmanager
     def deferring(self, wanted: bool = True) -> Iterator[None]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -312,15 +313,15 @@ class Buckets:
     def _bind(self, weight_grads: WeightGrads, weight: Tensor, slot: Slot, bucket: Bucket, chunk: int) -> None:
         if bucket.grads is not None:
             view = slot.of(bucket.grads)
-            weight_grads.bind(weight, lambda: view, self._ready, self._is_first)
+            weight_grads.bind(weight, lambda: view, partial(self._ready, bucket), partial(self._is_first, weight))
             return
         whole, block = self._whole_grads, self._block_of[bucket]
         assert whole is not None
         weight_grads.bind(
             weight,
             lambda: slot.of(dict(block.parts(whole.of(block)))[bucket]),
-            lambda weight: whole.contributed(chunk, block),
-            self._is_first,
+            partial(whole.contributed, chunk, block),
+            partial(self._is_first, weight),
         )
 
     def _gather_around(self, chunk: Chunk, whole: WholeWeights) -> None:
@@ -367,9 +368,9 @@ class Buckets:
         self._summed.add(weight)
         return first
 
-    def _ready(self, weight: Tensor) -> None:
+    def _ready(self, bucket: Bucket) -> None:
         """Count one contribution; start the reduction of every bucket that is complete and next in line."""
-        self._by_weight[weight].missing -= 1
+        bucket.missing -= 1
         if not self._whole_grads:  # else blocks leave meanwhile, from the same ranks: one order needs one line
             self._start_complete()
 
