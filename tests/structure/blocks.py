@@ -18,6 +18,7 @@ from nanotron.plan.counting import Counting
 from nanotron.plan.measure import ChunkCounts, measure_chunk
 from nanotron.training.build import build_buckets, build_chunks, chunk_options
 from nanotron.training.topology import mesh_axes
+from tests.structure.counters import OwnWork
 
 SIZES: dict[str, Any] = {"hidden": 64, "micro_batch": 2, "sequence": 64}
 """Of all tests of blocks that do not ask about sizes, so that what the planner says of a layout is asked once."""
@@ -45,7 +46,7 @@ def _real(config: Config, mesh: Mesh, kernels: Kernels, layers: int) -> PerBlock
     cut = ContextCut(mesh, config.parallelism.cp_mode)
     _, spans = cut.of((tokens.micro_batch_size, tokens.sequence_length), None)
     shape = tokens.micro_batch_size, tokens.sequence_length // mesh.size("cp")
-    with Counting() as counter:
+    with OwnWork() as counter:
         options = replace(chunk_options(config, "cpu"), kernels=kernels)
         (chunk,) = build_chunks(config, mesh, [StageModules(range(layers), embed=True, head=False)], options)
         chunk.initialize(seed=1)

@@ -1,9 +1,12 @@
-"""What a step does, seen as its operators pass torch's dispatcher: collectives, kernels, waits of the host."""
+"""What a step does: its collectives, the memory that its operators ask for, the functions that it calls."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -11,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import nanotron
 from nanotron.parallel import gloo
+from nanotron.plan.counting import Counting
 
 KINDS = {  # operator -> (our word, which argument is the group)
     "allreduce_": ("all_reduce", 1),
@@ -83,3 +88,52 @@ def _tensors(args: Any) -> list[Tensor]:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+class OwnWork(Counting):
+    """Counts what a rank does by itself; what it sends, over gloo piece by piece, is counted by `Collectives`."""
+
+    def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
+        pass
+
+
+class Allocations(OwnWork):
+    """Counts the bytes of all storages that operators make, also of those that are gone soon."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def _holds(self, tensor: Tensor) -> bool:
+        is_new = super()._holds(tensor)
+        self.bytes += is_new * tensor.untyped_storage().nbytes()
+        return is_new
+
+
+OURS = str(Path(nanotron.__file__).parent)
+COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}  # functions of their own before Python 3.12
+
+
+class Calls:
+    """Counts the calls of functions in this thread: of ours, of C's by ours, and of all others that are Python's.
+
+    A generator is called whenever it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.ours = self.by_ours = self.others = 0
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._note)
+        return self
+
+    def __exit__(self, *why: Any) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, called: Any) -> None:
+        is_ours = frame.f_code.co_filename.startswith(OURS)
+        if event == "call" and frame.f_code.co_name not in COMPREHENSIONS:
+            self.ours += is_ours
+            self.others += not is_ours
+        elif event == "c_call":
+            self.by_ours += is_ours
