@@ -3,7 +3,8 @@
 # make slowest the same tests one after another, and which 20 of them took longest
 # make nightly what `make test` has in small, in full: parity, torture, tests of more layouts, ten times the examples
 # make torture runs killed, stopped, cut off, with flipped bits and full disks, for an hour (TORTURE="--seed 7 --only links")
-# make bench   ours and the peers in turn, as tables: docs/benchmarks.md (BENCH="one dp2 --rounds 5" chooses)
+# make bench   ours and the peers in turn, as tables: docs/benchmarks.md (BENCH="one dp2 --rounds 5" chooses),
+#              and what has changed since the last time on this machine
 # make slurm   a Slurm cluster of two nodes on this machine (as root, on Debian): submit, preempt, requeue, resume
 # make setup   only .venv           make lock    pin new versions (needs uv)
 # make docs  the pages of docs/ as a site in site/, every link and every piece of code in it found
@@ -87,7 +88,7 @@ slurm: setup
 	$(BIN)/python -m pytest -m "" tests/slurm
 
 bench: setup
-	$(BIN)/python -m bench $(BENCH)
+	$(BIN)/python -m bench $(BENCH) --history .bench/history
 
 reference: setup
 	$(BIN)/python tools/write_reference.py

@@ -2,9 +2,11 @@
 
     python -m bench [SUBJECT ...] [--shape reference] [--rounds 9] [--steps 2] [--only WORD ...] [--json FILE]
     python -m bench first [--rounds 3] [--steps 20] [--json FILE]
+    python -m bench compare OLD.json NEW.json [--worse 0.95]
 
-``first`` is about starting and memory: bench/first_step.py. The other subjects are in
-bench/contenders.py; without any, all of those run. docs/benchmarks.md says what is compared and how.
+``first`` is about starting and memory: bench/first_step.py; ``compare`` is about two earlier runs: bench/compare.py.
+The other subjects are in bench/contenders.py; without any, all of those run. docs/benchmarks.md says what is compared
+and how.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench import compare as earlier_runs
 from bench import first_step
 from bench.contenders import SUBJECTS, Contender, Subject
 from bench.environments import FOLDER
@@ -59,10 +62,12 @@ def run_subject(name: str, shape: Shape, options: argparse.Namespace) -> dict[st
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subjects; 1 when a contender failed, else 0."""
+    """Run the subjects; 1 when a contender failed or ours fell behind an earlier run's, else 0."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["first"]:
         return first_step.main(arguments[1:])
+    if arguments[:1] == ["compare"]:
+        return earlier_runs.main(arguments[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", nargs="*", choices=[[], *SUBJECTS], help=f"any of {', '.join(SUBJECTS)}")
     parser.add_argument("--shape", choices=SHAPES, default="reference")
@@ -70,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=2, help="steps of one turn")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="contenders with such a name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
+    kept = "write that, under its date, to this folder too, and compare it with the newest like it that is there"
+    parser.add_argument("--history", type=Path, metavar="FOLDER", help=kept)
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the contenders are ended on the way out
     names, shape = options.subject or list(SUBJECTS), SHAPES[options.shape]
@@ -80,11 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     batch = f"{shape.num_microbatches} microbatches of {shape.micro_batch_size} × {shape.sequence_length} tokens"
     print(f"shape {options.shape}: Llama, {size}; {batch}; medians of {options.rounds} rounds of {options.steps} steps")
     results = {name: run_subject(name, shape, options) for name in names}
+    told = {"machine": facts, "shape": options.shape, "rounds": options.rounds, "steps": options.steps}
+    told["subjects"] = results
     if options.json:
-        told = {"machine": facts, "shape": options.shape, "rounds": options.rounds, "steps": options.steps}
-        options.json.write_text(json.dumps({**told, "subjects": results}, indent=1) + "\n")
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
     failed = [one for result in results.values() for one in result["contenders"].values() if one["failure"]]
-    return 1 if failed else 0
+    earlier = earlier_runs.keep(told, options.history) if options.history else None
+    fell = earlier is not None and earlier_runs.report(earlier, told)
+    return 1 if failed or fell else 0
 
 
 if __name__ == "__main__":

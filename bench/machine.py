@@ -46,6 +46,11 @@ def describe(facts: dict[str, Any]) -> list[str]:
     ]
     for name, found in facts["versions"].items():
         lines.append(f"  {name}: {', '.join(f'{package} {version}' for package, version in found.items())}")
-    if facts["load_average"] > 0.25 * facts["cores"]:
+    if was_busy(facts):
         lines.append("The machine was busy when this began: take the ratios with care and the figures not at all.")
     return lines
+
+
+def was_busy(facts: dict[str, Any]) -> bool:
+    """Whether other programs ran when the facts were taken."""
+    return bool(facts["load_average"] > 0.25 * facts["cores"])
