@@ -27,18 +27,25 @@ from tests.structure.test_traffic import count, named
 TINY: dict[str, Any] = {"hidden": 64, "sequence": 32, "micro_batch": 1}
 EXPERTS = {"num_experts": 8, "top_k": 2, "moe_intermediate_size": 32}
 HYBRID = {"parallelism.dp_shard": 2}
+OFFLOAD = {"optimizer.offload": True, "model.compile": True}
+MEASURED = {"metrics_logging.straggler_interval": 1, "metrics_logging.log_level": 1}
+"""Whose first step would measure its work; a step that does not is shown."""
 LAYOUTS: dict[str, Config] = {
     "one": small(**TINY, layers=1, accumulation=1),
     "dp2_tp2_pp2_sequence_parallel_1f1b_tied": small(
-        **TINY, dp=2, tp=2, pp=2, sequence_parallel=True, tied=True, layers=3, accumulation=3
+        **TINY, dp=2, tp=2, pp=2, sequence_parallel=True, tied=True, layers=3, accumulation=3, loss_chunk=8
     ),
     "pp2_zbv_zero0": small(**TINY, dp=2, pp=2, schedule="zbv", zero=0, accumulation=2),
-    "cp2_pp2_interleaved": small(**TINY, cp=2, pp=2, schedule="interleaved_1f1b", accumulation=2, dtype="bfloat16"),
+    "cp2_pp2_interleaved_offload": changed(
+        small(**TINY, cp=2, pp=2, schedule="interleaved_1f1b", accumulation=2, dtype="bfloat16"), OFFLOAD
+    ),
     "cp2_heads_recompute_zero2": small(
         **TINY, dp=2, cp=2, cp_mode="ALL_TO_ALL", recompute=True, zero=2, layers=2, accumulation=2
     ),
     "dp4_hybrid_zero3": changed(small(**TINY, dp=4, zero=3, layers=3, accumulation=2), HYBRID),
-    "ep2_tp2": small(**TINY, dp=4, ep=2, tp=2, sequence_parallel=True, experts=EXPERTS, layers=1, accumulation=2),
+    "ep2_tp2_measured": changed(
+        small(**TINY, dp=4, ep=2, tp=2, sequence_parallel=True, experts=EXPERTS, layers=1, accumulation=2), MEASURED
+    ),
     "muon_tp2": small(**TINY, dp=2, tp=2, optimizer={"name": "muon"}, layers=2, accumulation=1),
 }
 PLANNER = Planner(find_cluster("cpu", 8))
@@ -141,7 +148,7 @@ def test_each_communication_names_the_lines_that_do_it() -> None:
 
 
 def test_ranks_and_their_groups() -> None:
-    step = explain(LAYOUTS["ep2_tp2"])
+    step = explain(LAYOUTS["ep2_tp2_measured"])
     assert step["sizes"] == {"pp": 1, "dp": 4, "ep": 2, "cp": 1, "tp": 2}
     assert step["ranks"][5] == {"pp": 0, "dp": 2, "ep": 0, "cp": 0, "tp": 1}
     assert step["groups"]["ep"] == [[0, 2], [1, 3], [4, 6], [5, 7]]

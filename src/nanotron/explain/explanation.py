@@ -98,6 +98,7 @@ def _facts(config: Config, schedule: Schedule) -> Data:
         "shards of replicas": layout.dp_shard or "",
         "ZeRO stage": optimizer.zero_stage,
         "optimizer": optimizer.optimizer_factory.name,
+        "optimizer state": "in host memory" if optimizer.offload else "",
         "batch ramp": "its last, full batch" if tokens.batch_ramp else "",
     }
     return {name: str(value) for name, value in facts.items() if value != ""}

@@ -162,10 +162,12 @@ def record(config: Config, rank: int) -> Recorder:
 
 @contextmanager
 def fake_training(config: Config, rank: int) -> Iterator[Training]:
-    """What a rank trains, without values; within `counting`."""
+    """What a rank trains, without values, within `counting`: nothing compiled, in host memory or measured."""
     mesh = _Mesh(mesh_axes(config), rank)
-    as_written = replace(config, model=replace(config.model, compile=False))
+    measured = replace(config.metrics_logging, log_level=0, straggler_interval=None)
+    model, optimizer = replace(config.model, compile=False), replace(config.optimizer, offload=False)
+    plain = replace(config, model=model, optimizer=optimizer, metrics_logging=measured)
     try:
-        yield Training(as_written, mesh, META, kernels=kernels_of("cpu"))
+        yield Training(plain, mesh, META, kernels=kernels_of("cpu"))
     finally:
         mesh.forget()
