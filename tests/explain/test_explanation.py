@@ -61,7 +61,7 @@ def traffic(step: dict[str, Any], pp_rank: int) -> Counter[Traffic]:
     """What a lane adds up to, without what is received."""
     seen: Counter[Traffic] = Counter()
     for cell in step["lanes"][pp_rank]:
-        for kind, axis, num_bytes, _ in step["contents"][cell["content"]]:
+        for kind, axis, num_bytes, *_ in step["contents"][cell["content"]]:
             seen[Traffic(kind, axis, "calls")] += kind != "recv"
             seen[Traffic(kind, axis, "bytes")] += num_bytes * (kind != "recv")
     return +seen
@@ -128,23 +128,19 @@ def code_of(step: dict[str, Any], place: int) -> str:
 def test_each_communication_names_the_lines_that_do_it() -> None:
     step = explain(LAYOUTS["dp2_tp2_pp2_sequence_parallel_1f1b_tied"])
     for content in step["contents"]:
-        for kind, _, _, lines in content:
+        for kind, _, _, lines, _ in content:
             assert {"send": "start(", "recv": "start("}.get(kind, "dist.") in code_of(step, lines[0])
     (word,) = (cell for cell in step["lanes"][0] if cell["name"] == "word.reduce(self._mesh, num_targets())")
-    ((kind, axis, num_bytes, lines),) = step["contents"][word["content"]]
+    ((kind, axis, num_bytes, lines, _),) = step["contents"][word["content"]]
     assert (kind, axis, num_bytes) == ("all_reduce", "world", 4 * 8)
     assert [code_of(step, line).strip() for line in lines[-2:]] == [
         "all_reduce_(self._word, mesh.world_group())",
         "word.reduce(self._mesh, num_targets())",
     ]
     backward = next(cell for cell in step["lanes"][1] if cell["kind"] == "B")
-    files = [
-        {step["lines"][line]["at"].split(":")[0] for line in lines}
-        for *_, lines in step["contents"][backward["content"]]
-    ]
-    assert all(found - {"nanotron/parallel/comm.py", "nanotron/pipeline/engine.py"} for found in files), (
-        "the asking line"
-    )
+    for *_, forward in step["contents"][backward["content"]]:
+        asked = {step["lines"][line]["at"].split(":")[0] for line in forward}
+        assert "nanotron/models/decoder.py" in asked, "whose forward it is"
 
 
 def test_ranks_and_their_groups() -> None:
@@ -158,10 +154,11 @@ def test_ranks_and_their_groups() -> None:
 @pytest.mark.parametrize(
     ("config", "told"),
     [
-        (small(dp=65), r"parallelism\.dp · cp · tp · pp = 65: .*64 ranks"),
+        (small(dp=65), r"parallelism\.dp · cp · tp · pp = 65: .*64 ranks.* --override parallelism\.dp=64"),
+        (small(tp=8, pp=16, layers=16), r" = 128: .* --override parallelism\.pp=2"),
         (small(accumulation=1025), r"tokens\.batch_accumulation_per_replica=1025: 4 layers .* over 4,096"),
     ],
-    ids=["ranks", "microbatches"],
+    ids=["replicas", "stages", "microbatches"],
 )
 def test_what_no_page_can_show_is_refused_in_one_line(config: Config, told: str) -> None:
     with pytest.raises(ConfigError, match=told) as error:

@@ -87,17 +87,19 @@ function tellCell(rank, cell) {
   }
 }
 
-function tellEvent(rank, cell, [kind, axis, bytes, lines]) {
+function tellEvent(rank, cell, [kind, axis, bytes, lines, forward]) {
   const ranks = cell.peer === undefined ? groupOf(axis, rank) : [rank, across(rank, cell.peer)];
   tell(`${words(kind)} of ${size(bytes)} over ${axis}`, ranks);
   add(details, "p", {}, `ranks ${ranks.join(" ")}; in `);
   button(details.lastChild, cell.name, () => tellCell(rank, cell));
-  // The word is parallel/comm.py's; the line that says it comes first.
-  const outer = lines.findIndex(line => !step.lines[line].at.includes("parallel/comm.py"));
+  // Who says the word; the word itself is parallel/comm.py's, and backward is started by the engine.
+  const says = [...lines, ...forward].find(line => !/parallel.comm|pipeline.engine/.test(step.lines[line].at)) ?? lines[0];
   add(details, "h3", {}, "The line that does it");
-  code(step.lines[lines[Math.max(outer, 0)]]);
-  add(details, "h3", {}, "Within, then around it");
-  lines.forEach((line, index) => index === outer || code(step.lines[line]));
+  code(step.lines[says]);
+  for (const [title, found] of [["Of the forward", forward], ["Within it, and around it", lines]]) {
+    if (found.some(line => line !== says)) add(details, "h3", {}, title);
+    for (const line of found) if (line !== says) code(step.lines[line]);
+  }
 }
 
 function code({at, function: name, code, first}) {

@@ -72,9 +72,11 @@ def _refuse_too_much(config: Config) -> None:
     world, m = config.parallelism.world_size, config.tokens.batch_accumulation_per_replica
     layers = config.model.model_config.num_hidden_layers
     if world > MOST_RANKS:
+        replicas = MOST_RANKS * config.parallelism.dp // world
+        smaller = f"parallelism.dp={replicas}" if replicas else "parallelism.pp=2"
         raise ConfigError(
-            f"parallelism.dp · cp · tp · pp = {world}: a page has room for {MOST_RANKS} ranks; replicas are alike, so "
-            "explain fewer, as in --override parallelism.dp=2"
+            f"parallelism.dp · cp · tp · pp = {world}: a page has room for {MOST_RANKS} ranks; explain a smaller one, "
+            f"as in --override {smaller}"
         )
     if layers * m > MOST_WORK:
         raise ConfigError(
@@ -127,9 +129,9 @@ def _different(groups: Iterator[list[int]]) -> list[list[int]]:
 def _code(line: Line) -> Data:
     """A line, where it is, and the code around it."""
     first = max(1, line.number - CONTEXT)
-    code = [linecache.getline(line.file, number).rstrip() for number in range(first, line.number + CONTEXT + 1)]
+    code = "".join(linecache.getline(line.file, number) for number in range(first, line.number + CONTEXT + 1))
     file = "nanotron/" + line.file.removeprefix(PACKAGE).replace("\\", "/")
-    return {"at": f"{file}:{line.number}", "function": line.function, "code": code, "first": first}
+    return {"at": f"{file}:{line.number}", "function": line.function, "code": code.rstrip().split("\n"), "first": first}
 
 
 class _Numbers:
@@ -184,7 +186,9 @@ class _Lane:
     def _cell(self, place: str | Line, kind: str, start: float, end: float) -> Data:
         name = linecache.getline(place.file, place.number).strip() if isinstance(place, Line) else place
         met = [event for event in self.during.get(place, ()) if event.kind != "kernel"]
-        content = tuple((e.kind, e.axis, e.num_bytes, tuple(self.lines[line] for line in e.lines)) for e in met)
+        content = tuple(
+            (*event[1:4], *(tuple(self.lines[line] for line in lines) for lines in event[4:])) for event in met
+        )
         line = self.lines[place] if isinstance(place, Line) else None
         return {"name": name, "kind": kind, "start": start, "end": end, "content": self.contents[content], "line": line}
 

@@ -12,16 +12,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 import nanotron
 from nanotron.ops.kernels import kernels_of
-from nanotron.parallel import comm
 from nanotron.pipeline.engine import Pipeline
 from nanotron.plan.counting import Counting
 from nanotron.plan.fakes import META, FakeMesh, counting, fake_group
@@ -37,7 +38,7 @@ OURS = (PACKAGE + "explain", PACKAGE + "plan")
 """Whose lines are none of the trainer's."""
 ENDS = {(Training.step.__code__.co_filename, "step"), (Pipeline.run.__code__.co_filename, "execute")}
 """(file, function) where a step, or the pipeline's part of it, begins."""
-IDLE = "idle"
+IDLE, LINES = "idle", "nanotron lines"
 
 
 class Line(NamedTuple):
@@ -60,7 +61,9 @@ class Event(NamedTuple):
     num_bytes: int = 0
     """Of the whole tensor."""
     lines: tuple[Line, ...] = ()
-    """Who calls whom, innermost first; behind those of a transpose, the forward's that asked for it."""
+    """Who calls whom, innermost first."""
+    forward: tuple[Line, ...] = ()
+    """Within a backward: who called the forward that it is of."""
 
 
 class Recorder(Counting):  # type: ignore[no-untyped-call]
@@ -71,14 +74,12 @@ class Recorder(Counting):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.pipeline: Pipeline | None = None
         """What says which action runs; events are kept from the moment it is there."""
-        self.forward_lines: list[tuple[Line, ...]] = []
-        """Of the transposes that run now."""
 
     def communicated(self, kind: str, axis: str, num_bytes: int) -> None:
         """Count a collective or transfer, and note it."""
         super().communicated(kind, axis, num_bytes)
-        lines = lines_of(sys._getframe(1))
-        self._note(lines, kind, axis, num_bytes, lines + (self.forward_lines[-1] if self.forward_lines else ()))
+        lines, node = lines_of(sys._getframe(1)), cast(Any, torch._C._current_autograd_node())
+        self._note(lines, kind, axis, num_bytes, lines, node.metadata.get(LINES, ()) if node is not None else ())
 
     def _count_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         before = self.work["kernels"]
@@ -124,35 +125,30 @@ class _Mesh(FakeMesh):
 
 
 @contextmanager
-def _stand_ins(recorder: Recorder) -> Iterator[None]:
-    """Have the transpose of a collective, which runs in backward, know the forward line that asked for it; and have
-    nobody ask for the backend, of which there is none.
-    """
-    original, get_backend = comm.with_transpose, dist.get_backend
+def _stand_ins() -> Iterator[None]:
+    """Have each backward know who called its forward; and have nobody ask for the backend, of which there is none."""
+    apply, get_backend = Function.__dict__["apply"], dist.get_backend
 
-    def with_transpose(x: Tensor, forward: comm.Operation, backward: comm.Operation) -> Tensor:
-        lines = lines_of(sys._getframe(1))
+    def noting_apply(cls: type[Function], *args: Any) -> Any:
+        result = apply.__func__(cls, *args)
+        for output in result if isinstance(result, tuple) else (result,):
+            node: Any = output.grad_fn if isinstance(output, Tensor) else None
+            if node is not None:
+                node.metadata[LINES] = lines_of(sys._getframe(1))
+        return result
 
-        def named(grad: Tensor) -> Tensor:
-            recorder.forward_lines.append(lines)
-            try:
-                return backward(grad)
-            finally:
-                recorder.forward_lines.pop()
-
-        return original(x, forward, named)
-
-    comm.with_transpose, dist.get_backend = with_transpose, lambda group=None: dist.Backend("fake")
+    Function.apply = classmethod(noting_apply)  # type: ignore[assignment,method-assign]
+    dist.get_backend = lambda group=None: dist.Backend("fake")
     try:
         yield
     finally:
-        comm.with_transpose, dist.get_backend = original, get_backend
+        Function.apply, dist.get_backend = apply, get_backend  # type: ignore[method-assign]
 
 
 def record(config: Config, rank: int) -> Recorder:
     """Make a rank's step."""
     recorder = Recorder()
-    with counting(recorder), _stand_ins(recorder), fake_training(config, rank) as training:
+    with counting(recorder), _stand_ins(), fake_training(config, rank) as training:
         batches = [fake_batch(config)] * config.tokens.batch_accumulation_per_replica
         recorder.work.clear()
         recorder.pipeline = training.pipeline
