@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import itertools
 import os
 import signal
@@ -48,6 +49,24 @@ def test_ranks_meet_at_the_parents_store_in_process_groups_of_their_own(tmp_path
     workers = run(all_reduce_ranks, 3, str(tmp_path))
     assert exit_code(workers) == codes.DONE
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["6 True"] * 3
+
+
+def collect_garbage(argv: Sequence[str]) -> int:
+    before = private_bytes()
+    gc.collect()
+    Path(argv[0]).write_text(str(private_bytes() - before))
+    return 0
+
+
+def private_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:"))
+
+
+def test_a_collection_in_a_rank_leaves_what_it_shares_with_the_others_shared(tmp_path: Path) -> None:
+    gc.unfreeze()  # what tests/conftest.py has frozen
+    assert exit_code(run(collect_garbage, 1, str(tmp_path / "more"))) == codes.DONE
+    assert int((tmp_path / "more").read_text()) < 4 * 2**20
 
 
 def code_of_rank(argv: Sequence[str]) -> int:

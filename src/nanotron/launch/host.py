@@ -11,6 +11,7 @@ imported once and the ranks are forked; with accelerators every rank starts as a
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import os
 import signal
@@ -93,6 +94,7 @@ def start_workers(world: int, argv: Sequence[str], *, piped: bool, entry: Callab
     read_end, write_end = os.pipe() if piped else (None, None)
     port = listener.getsockname()[1]
     fresh = torch.accelerator.device_count() > 0  # their drivers do not survive a fork
+    gc.freeze()  # a collection in a rank would write to every page of what is there now, which then is shared no more
     running = {
         rank: _start(_environment(rank, world, port), argv, write_end, entry, fresh=fresh) for rank in range(world)
     }
