@@ -29,6 +29,9 @@ seen.cells = [...document.querySelectorAll(".cell")].map(cell => cell.querySelec
 const inside = lanes.getBoundingClientRect();
 seen.outside = [...document.querySelectorAll(".cell > rect")].map(rect => rect.getBoundingClientRect())
   .filter(box => box.width < 1 || box.left < inside.left - 1 || box.right > inside.right + 1).length;
+const top = element => element.getBoundingClientRect().top;
+const last = [...lanes.querySelectorAll(".cell > rect:first-of-type")].pop();
+seen.beside = top(document.getElementById("names").lastChild) - top(last);
 seen.arrows = document.querySelectorAll(".arrows line").length;
 click("#mesh", "5"), seen.rank = [told(), met()];
 press("Home"), seen.home = told();
@@ -77,6 +80,7 @@ def test_a_rank_an_action_a_collective_and_a_parameter_are_told_of(step: dict[st
     assert seen["overflow"] <= 0
     assert seen["loaded"] == []
     assert seen["outside"] == 0
+    assert abs(seen["beside"]) < 5, "the last rank's name is beside its lane"
     assert seen["first"] == "Rank 0"
     wanted = [f"rank {rank}: {cell['name']}" for rank in range(8) for cell in step["lanes"][rank // 4]]
     assert seen["cells"] == wanted

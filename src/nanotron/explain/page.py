@@ -25,10 +25,11 @@ aside pre{margin:2px 0 8px;padding:8px;max-height:none;white-space:pre-wrap}mark
 button{font:inherit;font-size:13px;color:inherit;background:var(--panel);border:1px solid var(--line);border-radius:5px;
  padding:1px 7px;margin:1px;cursor:pointer;text-align:left}
 button.event{border-left-width:5px}button.met{background:#fc06;border-color:#c90}
-#mesh td{padding:3px 10px}#mesh td:first-of-type{color:inherit}#mesh small{display:block;color:var(--soft)}
+#mesh td{padding:3px 10px;white-space:nowrap;overflow-wrap:normal}
+#mesh td:first-of-type{color:inherit}#mesh small{display:block;color:var(--soft)}
 #mesh th{font-weight:400;color:var(--soft)}.held{overflow-x:auto;max-height:420px}
 .swim{display:flex;max-height:70vh;overflow-y:auto}.swim .wide{margin:0;flex:1}#names{flex:none;width:74px}
-#names button{display:block;height:28px;width:70px}
+#names button{display:block;height:28px;width:70px;margin:0 0 2px}
 #lanes text{font:11px system-ui,sans-serif;fill:#fff;pointer-events:none}#lanes path{fill:var(--soft)}
 .cell{cursor:pointer}.chosen rect,.chosen path{stroke:var(--ink);stroke-width:2}
 .facts b{font-size:15px}.arrows{pointer-events:none}.arrows line{stroke-width:1.5;opacity:.2}
