@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -78,6 +79,24 @@ def test_a_long_step_has_its_worst_moment_early(name: str, chunks: int, recomput
         for rank, memory in enumerate(planner.memories(long)):
             assert memory == rank_memory(long, schedule, rank, ends[rank], measured[rank], states[rank])
         assert len(planner._program(long, schedule)[0]) == len(planner._program(short, schedule)[0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("shards", [None, 2])
+def test_blocks_are_measured_once_for_all_numbers_of_replicas_that_divide_them(stage: int, shards: int | None) -> None:
+    """As far as bytes go; with the work, or where shards are padded, each number is measured for itself."""
+    planner, changes = Planner(find_cluster("h100", 8)), {"parallelism.dp_shard": shards}
+    config = changed(small(**{**SIZES, "dp": 4}, layers=2, zero=stage), changes)
+    with mock.patch.object(measure, "measure_shared_chunk", side_effect=measure.measure_shared_chunk) as measured:
+        for dp, times in ((4, 1), (8, 1), (6, 2)):
+            other = changed(config, {"parallelism.dp": dp})
+            found = planner._chunks(other, only_bytes=True)
+            assert measured.call_count == times
+            for (ours,), (its,) in zip(found, Planner(planner.cluster)._chunks(other), strict=True):
+                works = {name: getattr(its, name) for name in ("forward", "backward", "weights", "first")}
+                assert replace(ours, **works) == its
+            measured.call_count = times  # what others measured does not count
+        assert planner._chunks(other) == Planner(planner.cluster)._chunks(other)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -35,7 +35,7 @@ from nanotron.parallel.mesh import Mesh
 from nanotron.parallel.params import Box, ParamSpec, flat_range_boxes
 
 _NORM_ROW = 1024  # elements
-_ALIGNMENT = 128  # bytes
+ALIGNMENT = 128  # bytes
 
 
 class GroupKey(NamedTuple):
@@ -225,7 +225,7 @@ class Buckets:
         )
 
     def _build(self, key: GroupKey, chunk: Chunk, names: list[str], grad_dtype: torch.dtype) -> Bucket:
-        slots, start, step = [], 0, _ALIGNMENT // min(key.dtype.itemsize, grad_dtype.itemsize)
+        slots, start, step = [], 0, ALIGNMENT // min(key.dtype.itemsize, grad_dtype.itemsize)
         for name in names:
             box = chunk.specs[name].local_box(self._mesh)
             slots.append(Slot(chunk.specs[name], box, start, chunk.weights[name]))

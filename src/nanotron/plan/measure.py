@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import gcd
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from nanotron.models.families import layer_kinds
 from nanotron.models.specs import StageModules, loss_names
 from nanotron.ops.fused import eager
 from nanotron.ops.kernels import Kernels
-from nanotron.optim.buckets import Bucket, Buckets
+from nanotron.optim.buckets import ALIGNMENT, Bucket, Buckets
 from nanotron.optim.optimizer import Optimizer
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting, Traffic, Work
@@ -35,7 +36,7 @@ from nanotron.training.balance import ExpertBalance
 from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
 from nanotron.training.control import ControlWord
 from nanotron.training.step import begin_to_count_targets
-from nanotron.training.topology import mesh_axes, tied_stages
+from nanotron.training.topology import mesh_axes, parameter_specs, tied_stages
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -99,10 +100,14 @@ class Measurements:
         self._kernels = kernels
         self._chunks: dict[tuple[Any, ...], ChunkCounts] = {}
         self._states: dict[tuple[Any, ...], StateCounts] = {}
+        self._divisors: dict[tuple[Any, ...], int] = {}
 
-    def chunk(self, config: Config, modules: StageModules) -> ChunkCounts:
-        """One microbatch in a chunk; on the tp rank with the most rows of the vocabulary."""
-        return self._along_layers(config, modules)
+    def chunk(self, config: Config, modules: StageModules, *, only_bytes: bool = False) -> ChunkCounts:
+        """One microbatch in a chunk; on the tp rank with the most rows of the vocabulary.
+
+        ``only_bytes``: what moves may be that of another number of replicas.
+        """
+        return self._along_layers(config, modules, only_bytes)
 
     def whole(self, config: Config) -> ChunkCounts:
         """One microbatch in the whole model, for its work: that of its ends, and that of one layer of each kind."""
@@ -124,13 +129,13 @@ class Measurements:
         layers = [layer_kinds(config.model.model_config).index(kind) for kind in kinds]
         return self._chunk(config, StageModules(layers, embed=False, head=False), measure_deferring)
 
-    def _along_layers(self, config: Config, modules: StageModules) -> ChunkCounts:
+    def _along_layers(self, config: Config, modules: StageModules, only_bytes: bool) -> ChunkCounts:
         """The chunk's numbers, measured with ``FEW`` layers of a kind and with one more."""
         counts = Counter(_kinds(config, modules))
         few = Counter({kind: min(count, FEW) for kind, count in counts.items()})
 
         def measured(layers: Counter[Kind]) -> ChunkCounts:
-            return self._chunk(config, _last(config, modules, layers), measure_chunk)
+            return self._chunk(config, _last(config, modules, layers), measure_chunk, only_bytes)
 
         low = found = measured(few)
         for kind, more in (counts - few).items():
@@ -157,7 +162,7 @@ class Measurements:
             found = extended(found, low, measure(one_more), more)
         return found
 
-    def _chunk(self, config: Config, held: StageModules, measure: Measure) -> ChunkCounts:
+    def _chunk(self, config: Config, held: StageModules, measure: Measure, only_bytes: bool = False) -> ChunkCounts:
         layout, tokens = config.parallelism, config.tokens
         key: tuple[Any, ...] = (
             measure,
@@ -171,11 +176,22 @@ class Measurements:
             self._chunks[key] = measure(config, held, self._kernels)
         if measure is not measure_chunk or not leaves_each_microbatch(config):
             return self._chunks[key]
-        shards = layout.dp_shard or layout.dp
-        shared = (*key, config.optimizer.zero_stage, shards, layout.dp > shards)  # copies meet at a step's end only
+        shards = layout.dp_shard or layout.dp  # their copies meet at a step's end only
+        padded = None if only_bytes and self._divides_evenly(config) else (layout.dp, shards)
+        shared = (*key, config.optimizer.zero_stage, shards > 1, layout.dp > shards, padded)
         if shared not in self._chunks:
             self._chunks[shared] = measure_shared_chunk(config, held, self._kernels, self._chunks[key])
         return self._chunks[shared]
+
+    def _divides_evenly(self, config: Config) -> bool:
+        """Whether replicas share every matrix without padding: then a chunk has as many bytes alive for any number."""
+        layout = config.parallelism
+        key = repr(config.model), layout.tp, layout.expert_parallel_size
+        if key not in self._divisors:
+            mesh = FakeMesh({"ep": layout.expert_parallel_size, "tp": layout.tp}, layout.tp - 1)
+            specs = [spec for spec in parameter_specs(config).values() if len(spec.shape) > 1]
+            self._divisors[key] = gcd(*(spec.local_box(mesh).numel for spec in specs))
+        return self._divisors[key] % (ALIGNMENT * layout.dp * layout.context_parallel_size) == 0
 
     def _state(self, config: Config, rank: int, held: Sequence[StageModules]) -> StateCounts:
         layout = config.parallelism

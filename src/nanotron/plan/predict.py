@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanotron.models.families import flops_per_step
@@ -140,7 +141,27 @@ class Planner:
             return False
         if any(self._state(config, pp_rank, held[pp_rank]).total > have for pp_rank in ends):
             return False
+        if leaves_each_microbatch(config):  # whole blocks come on top of what a chunk needs that has all to itself
+            states = [self._state(config, pp_rank, parts) for pp_rank, parts in enumerate(held)]
+            alone = changed(config, {"optimizer.zero_stage": 1, "parallelism.dp_shard": None})
+            for chunks in (self._chunks(alone), self._chunks(config, only_bytes=True)):
+                memories = self._memories(config, pipeline_schedule(config), chunks, states)
+                if max(memory.total for memory in memories) > have:
+                    return False
+            return True
         return max(memory.total for memory in self.memories(config)) <= have
+
+    def busy_seconds(self, config: Config) -> float:
+        """What the busiest rank of a pipeline computes and waits for in a step: none takes less."""
+        peak, microbatches = self.cluster.peak_flops(config), config.tokens.batch_accumulation_per_replica
+        return microbatches * max(
+            sum(
+                self._seconds(config, work, peak)
+                for part in chunks
+                for work in (part.forward, part.backward, part.weights)
+            )
+            for chunks in self._chunks(config)
+        )
 
     def least_bytes(self, config: Config, pp_rank: int) -> float:
         """What a rank holds at least, of numbers that many layouts share.
@@ -187,10 +208,14 @@ class Planner:
     ) -> tuple[Schedule, list[list[StageModules]], list[list[ChunkCounts]], list[StateCounts]]:
         """What every pipeline rank holds, what its chunks do with a microbatch, and its state."""
         schedule = pipeline_schedule(config)
-        held = self._held(config)
-        chunks = [[self._measurements.chunk(config, modules) for modules in parts] for parts in held]
+        held, chunks = self._held(config), self._chunks(config)
         states = [self._state(config, pp_rank, parts, every_layer) for pp_rank, parts in enumerate(held)]
         return schedule, held, chunks, states
+
+    def _chunks(self, config: Config, *, only_bytes: bool = False) -> list[list[ChunkCounts]]:
+        """What every pipeline rank's chunks do with a microbatch."""
+        measured = partial(self._measurements.chunk, config, only_bytes=only_bytes)
+        return [[measured(modules) for modules in parts] for parts in self._held(config)]
 
     def _held(self, config: Config) -> list[list[StageModules]]:
         """The modules of every pipeline rank, by chunk."""

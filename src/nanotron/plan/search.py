@@ -6,8 +6,9 @@ one chunk, which many layouts share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanotron.config.rules import divisors
@@ -54,10 +55,10 @@ def search(
     best: list[tuple[Change, Plan]] = []
     num_planned = 0
     for candidate in sorted(candidates, key=lambda candidate: candidate.least_seconds):
-        if len(best) == BEST and candidate.least_seconds >= best[-1][1].step_seconds:
+        if candidate.least_seconds >= _worst(best):
             break
         fitting = next((way for way in _ways(planner, candidate) if planner.fits(changed(config, way))), None)
-        if fitting is not None:
+        if fitting is not None and (planner.busy_seconds(changed(config, fitting)) < _worst(best)):
             num_planned += 1
             best = _with(best, fitting, planner.plan(changed(config, fitting)))
             seconds = best[0][1].step_seconds
@@ -77,6 +78,11 @@ def _ways(planner: Planner, candidate: Candidate) -> Iterator[Change]:
     for more in sharded_more(candidate.config, planner.cluster.per_node):
         if is_legal(changed(candidate.config, more)):
             yield {**candidate.change, **more}
+
+
+def _worst(best: Sequence[tuple[Change, Plan]]) -> float:
+    """The step's time that a layout has to beat."""
+    return best[-1][1].step_seconds if len(best) == BEST else inf
 
 
 def _with(best: list[tuple[Change, Plan]], change: Change, plan: Plan) -> list[tuple[Change, Plan]]:
