@@ -185,11 +185,11 @@ def cut(batch: Batch, case: Case, mesh: Mesh) -> Batch:
     return Batch(tokens, labels, positions, spans)
 
 
-def train(rank: int, world: int, case: Case) -> Trained:
+def train(rank: int, world: int, case: Case, check_copies: bool = True) -> Trained:
     """This rank's part of the case."""
     torch.use_deterministic_algorithms(True)  # which also fills new tensors with nan: reading one would show
     config = config_of(case)
-    config = replace(config, general=replace(config.general, replica_check_interval=1))
+    config = replace(config, general=replace(config.general, replica_check_interval=1 if check_copies else None))
     mesh = Mesh(mesh_axes(config), rank)
     assert mesh.world == world
     training = prepare(config, mesh)
