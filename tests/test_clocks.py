@@ -10,6 +10,8 @@ WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.datetime.n
 RECORDS = {
     "launch/failures.py: time.time",  # when a rank failed
     "launch/host.py: time.time",  # when a rank was seen to be killed
+    "doctor/measure.py: time.time",  # how far hosts' clocks are apart
+    "metrics/starts.py: time.time",  # when a run went on
     "metrics/record.py: time.time",  # when a step was made, for what restarts cost
     "pipeline/engine.py: time.time",  # where a trace begins
     "data/tokenize/chat.py: datetime.datetime.now",  # what a chat template asks for

@@ -86,7 +86,7 @@ PATHS = {
     "init": {"output"}, "inspect": {"path"}, "plan": {"config_file", "output"}, "report": {"runs", "output"},
     "timeline": {"config_file", "run", "output"}, "tokenize": {"inputs", "output", "tokenizer"},
     "generate": {"checkpoint", "batch_file"}, "train": {"config_file"}, "watch": {"run"}, "schema": set(),
-    "slurm": {"config_file"},
+    "slurm": {"config_file"}, "explain": {"config_file", "output"},
 }  # fmt: skip
 
 

@@ -65,8 +65,9 @@ def private_bytes() -> int:
 
 def test_a_collection_in_a_rank_leaves_what_it_shares_with_the_others_shared(tmp_path: Path) -> None:
     gc.unfreeze()  # what tests/conftest.py has frozen
+    shared = [[] for _ in range(1_000_000)]  # 72 MB, of which a collection writes into every page
     assert exit_code(run(collect_garbage, 1, str(tmp_path / "more"))) == codes.DONE
-    assert int((tmp_path / "more").read_text()) < 4 * 2**20
+    assert int((tmp_path / "more").read_text()) < 24 * len(shared)
 
 
 def code_of_rank(argv: Sequence[str]) -> int:

@@ -97,6 +97,7 @@ def test_a_number_that_is_not_finite_is_not_lost(wrong: float) -> None:
     assert not y.isfinite().any()
 
 
+@pytest.mark.nightly  # ten seconds and more of a compiler
 def test_compiled_it_gives_the_same_bits() -> None:
     compiled = Fp8("dequantised", "cpu", fused)
     for rows in (3, 8):

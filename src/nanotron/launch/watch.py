@@ -57,6 +57,7 @@ WAITING = (
     "data/replica.py",
     "training/host_copy.py",  # for a device, and so for what other ranks send it
     "metrics/step_clock.py",
+    "doctor/measure.py",
 )
 WAITING_THERE = {
     ("optim/buckets.py", "wait"),
