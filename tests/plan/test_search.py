@@ -56,6 +56,7 @@ def test_a_search_finds_what_trying_every_layout_finds() -> None:
         plans = [planner.plan(way) for way in ways if is_legal(way)]
         for plan in plans:
             assert planner.least_seconds(plan.config) <= plan.step_seconds
+            assert planner.busy_seconds(plan.config) <= plan.pipeline_seconds * (1 + 1e-12)
             for rank in plan.ranks:
                 assert planner.least_bytes(plan.config, rank.pp_rank) <= rank.memory.total
         found += [plan for plan in plans if plan.fits][:1]  # of the ways that fit, the one that sends least
