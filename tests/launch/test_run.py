@@ -99,6 +99,25 @@ assert not [name for name in heavy if name in sys.modules]
     assert losses(folder) == pytest.approx(losses(folder / "four"), rel=1e-5)
 
 
+def test_a_forked_rank_imports_nothing_that_its_parent_has_not(folder: Path) -> None:
+    (folder / "driver.py").write_text("""
+import sys
+from nanotron.launch import parent, run
+
+def entry(argv):
+    there = set(sys.modules)
+    code = run.run_train(argv)
+    sys.stdout.write(" ".join(["imported:", *sorted(set(sys.modules) - there)]) + "\\n")
+    return code
+
+parent.run_train = entry
+sys.exit(parent.train("tiny.yaml", sys.argv[1:], plain=True))
+""")
+    done = nanotron(folder, "driver.py", "parallelism.tp=1", "parallelism.pp=2", "logging.tensorboard=true")
+    assert done.returncode == codes.DONE, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("imported:")] == ["imported:"] * 2
+
+
 def test_a_mistake_is_printed_once_by_all_ranks_before_any_of_them_imports_torch(folder: Path) -> None:
     patient = "from nanotron.launch import run\nrun.ALONE_WAIT_S = 60"  # for ranks that start late on a busy machine
     script = driver(folder, patient, after="assert 'torch' not in sys.modules")

@@ -26,6 +26,9 @@ from nanotron.metrics.step_clock import TimeLeft
 if TYPE_CHECKING:
     from nanotron.config import Config
 
+LATE_IMPORTS = ("numpy.random", "encodings.idna", "encodings.ascii")
+"""What ranks would import while they start: the generator of initial weights, names of hosts, /proc."""
+
 
 def train(
     config_file: str,
@@ -50,7 +53,8 @@ def train(
     tail = Tail(run_dir / "metrics.jsonl", only_new_file=True)
     live = not plain and sys.stdout.isatty()
     earlier = read_failures(run_dir)
-    importlib.import_module("nanotron.training.trainer")  # once, for all ranks that are forked
+    for module in ("nanotron.training.trainer", *LATE_IMPORTS):  # once, for all ranks that are forked
+        importlib.import_module(module)
     workers = start_workers(nproc or config.parallelism.world_size, argv, piped=live, entry=run_train)
     if stop_signals is not None:
         stop_signals.workers = workers

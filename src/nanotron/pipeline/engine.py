@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from nanotron.ops.chunk import Chunk
 from nanotron.parallel.mesh import Mesh
@@ -158,11 +158,12 @@ class _Run:
         """B, or BW when nobody waits for the input's gradient: then the weights' are computed on the way."""
         grad = self._input(action)
         live = self.live.pop(action[1:])
-        starts = [(live.output, grad), (live.loss, None)]
+        starts = [(live.output, grad), (live.loss, None if live.loss is None else torch.ones_like(live.loss))]
         roots, grads = zip(*[start for start in starts if start[0] is not None], strict=True)
         weight_grads = self.pipeline.chunks[action.chunk].hooks.weight_grads
         with self._timed(action), weight_grads.deferring(action.kind == "B"):
-            torch.autograd.backward(roots, grads)
+            # what torch.autograd.backward calls once it has compared shapes, which imports sympy: 40 MB on every rank
+            _engine_run_backward(roots, grads, False, False, (), allow_unreachable=True, accumulate_grad=True)
         if action.kind == "B":
             self.pending.extend((action._replace(kind="W"), job) for job in weight_grads.take())
         message = output_of(self.schedule, self.rank, action)
