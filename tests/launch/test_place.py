@@ -48,6 +48,24 @@ for rows in range(2, 450):
     multiply(rows)
 print(resident() - before)
 """
+HOLES = """
+import torch
+from nanotron.launch.place import FreedMemory, keep_freed_memory
+from nanotron.metrics.memory import resident_bytes
+
+def grown(after_step):
+    before, keeps = resident_bytes(), []
+    for _ in range(60):
+        large = torch.zeros(2**20)
+        keeps.append(torch.zeros(1))  # settles behind it
+        del large
+        after_step()
+    return resident_bytes() - before
+
+torch.set_num_threads(1)
+keep_freed_memory()
+print(grown(lambda: None), grown(FreedMemory().after_step))
+"""
 TORCHRUN = {
     "RANK": "5",
     "WORLD_SIZE": "8",
@@ -126,6 +144,14 @@ def test_freed_tensors_are_not_paged_in_again() -> None:
     before, after = map(int, faults)
     assert before > 10 * 16_000  # ten times 64 MiB, 4 KiB a page
     assert after < 1_000
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to hand freed memory back")
+def test_holes_between_tensors_do_not_fill_the_memory(tmp_path: Path) -> None:
+    (tmp_path / "holes.py").write_text(HOLES)
+    kept, handed_back = map(int, nanotron(tmp_path, "holes.py").stdout.split())
+    assert kept > 60 * 3 << 20  # 4 MiB a step
+    assert handed_back < 64 << 20
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")

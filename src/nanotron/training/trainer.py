@@ -24,6 +24,7 @@ from nanotron.errors import ConfigError
 from nanotron.launch import codes
 from nanotron.launch.alike import data_disagreements
 from nanotron.launch.folder import on_rank_0, run_directory
+from nanotron.launch.place import FreedMemory, name_of
 from nanotron.logging import get_logger
 from nanotron.metrics.columns import SAVING_MS, VALIDATION_MS
 from nanotron.metrics.profiler import profiled
@@ -190,6 +191,7 @@ class Run:
     step: int
     """Steps made so far."""
     preempted: bool = False
+    freed_memory: FreedMemory = field(default_factory=FreedMemory)
     after_step: Callable[[], None] = field(default=lambda: None)
     traced: Callable[[int], AbstractContextManager[None]] = field(default=lambda step: nullcontext())
     """What the making of a step, given by its number, happens in."""
@@ -282,6 +284,7 @@ class Run:
         if self.config.model.compile:
             self._tell_compiling()
         self.after_step()
+        self.freed_memory.after_step()
         consumed, tokens = dict(self.feed.consumed), self.feed.consumed_tokens
         val_loss = self._validate()
         self._unread.append(_Made(self.step, word, data, consumed, tokens, val_loss, self.clock.step_ends()))
@@ -383,7 +386,7 @@ class Run:
             "layout": self.mesh.layout(),
             "threads_per_rank": torch.get_num_threads(),
             "compile": self.config.model.compile,
-            "device": _device_name(self.training.optimizer.updates.device),
+            "device": name_of(self.training.optimizer.updates.device),
             "versions": {name: version(name) for name in ("nanotron", "torch", "numpy")},
         }
 
@@ -405,14 +408,6 @@ def _end_of(config: Config) -> str:
     """The key that says after which step this start ends, as key=value."""
     key = "stop_after" if config.tokens.last_step < config.tokens.train_steps else "train_steps"
     return f"tokens.{key}={getattr(config.tokens, key)}"
-
-
-def _device_name(device: torch.device) -> str:
-    import platform
-
-    if device.type == "cpu":
-        return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    return str(torch.get_device_module(device).get_device_name(device))
 
 
 @contextmanager
