@@ -57,8 +57,8 @@ class Plan:
     axis_seconds: dict[str, float]
     """Time of the communication along each axis on its busiest rank, hidden or not."""
     exposed_seconds: float
-    """Communication after the last backward: gradients that are still under way, and the gather of the weights, or of
-    the first block's."""
+    """Communication that a step waits for outside its pipeline: gradients still under way after the last backward, and
+    the weights that the first forward comes to before they have come."""
     update_seconds: float
     model_flops: int
 
@@ -297,19 +297,13 @@ class Planner:
         ranks: list[RankPlan],
     ) -> Plan:
         """Add up a step: the pipeline, then what is left of the reductions, the update, the gather."""
-        ends = [_last_backward(timeline, rank.pp_rank) for rank in ranks]
         peak = self.cluster.peak_flops(config)
         duration, exposed = timeline.duration, 0.0
         axis_seconds: dict[str, float] = {}
-        sums = _sums_of_gradients(config)
-        for (start, end), held, state in zip(ends, chunks, states, strict=True):
+        for rank, held, state in zip(ranks, chunks, states, strict=True):
             traffic = self._traffic_seconds(config, state.update)
-            reductions = self._traffic_seconds(config, Work({k: v for k, v in state.update.items() if _reduces(k)}))
-            reducing = sum(reductions.get(axes, 0.0) for axes in sums)
-            last_bucket = reducing / max(
-                1, sum(state.update[Traffic("reduce_scatter", axes, "calls")] for axes in sums)
-            )
-            hidden = min(reducing - last_bucket, end - start)
+            _, end = _last_backward(timeline, rank.pp_rank)
+            hidden = self._hidden_seconds(config, timeline, rank.pp_rank, state.update)
             left = end + sum(traffic.values()) - hidden - (timeline.start + duration)
             left += sum(sum(self._traffic_seconds(config, chunk.first).values()) for chunk in held)
             exposed = max(exposed, left)
@@ -329,6 +323,21 @@ class Planner:
             model_flops=flops_per_step(model, num_samples=samples, sequence_length=config.tokens.sequence_length),
         )
 
+    def _hidden_seconds(self, config: Config, timeline: Timeline, pp_rank: int, update: Work) -> float:
+        """Time of an update's collectives in which a rank computes: gradients leave in the last microbatch's backward,
+        weights come in the first one's forward, of the next step. One bucket of each has nothing to hide behind.
+        """
+        start, end = _last_backward(timeline, pp_rank)
+        forward = max(span.end for span in timeline.of_rank(pp_rank) if (span.kind, span.microbatch) == ("F", 0))
+        sums, hidden = _sums_of_gradients(config), 0.0
+        for gathers, room in ((False, end - start), (True, forward - timeline.start)):
+            keys = [key for key in update if isinstance(key, Traffic) and key.axis in sums]
+            work = Work({key: update[key] for key in keys if (key.kind == "all_gather") == gathers})
+            calls = sum(count for key, count in work.items() if isinstance(key, Traffic) and key.what == "calls")
+            seconds = sum(self._traffic_seconds(config, work).values())
+            hidden += min(seconds * (1 - 1 / calls), room) if calls else 0.0
+        return hidden
+
     def _axis_seconds(
         self, config: Config, chunks: Sequence[ChunkCounts], traffic: dict[str, float]
     ) -> dict[str, float]:
@@ -339,10 +348,6 @@ class Planner:
                 for axis, time in self._traffic_seconds(config, work).items():
                     seconds[axis] = seconds.get(axis, 0.0) + time * config.tokens.batch_accumulation_per_replica
         return seconds
-
-
-def _reduces(key: str | Traffic) -> bool:
-    return isinstance(key, Traffic) and key.kind != "all_gather"
 
 
 def _last_backward(timeline: Timeline, rank: int) -> tuple[float, float]:
