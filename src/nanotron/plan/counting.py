@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -61,7 +61,7 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.imagined = imagined
         self.alive = self.peak = 0
         self.work: Work = Counter()
-        self._storages: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._storages: dict[int, tuple[int, tuple[int, ...], weakref.ref[UntypedStorage] | None]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -102,11 +102,11 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def overlook(self, tensor: Tensor) -> None:
         """Take a tensor that somebody holds all the time, and its views, to have no memory."""
-        self._storages[tensor.untyped_storage()._cdata] = (0, ())
+        self._storages[tensor.untyped_storage()._cdata] = (0, (), None)
 
     def shapes_alive(self) -> Iterable[tuple[int, ...]]:
         """The shape with which each living storage was made."""
-        return [shape for _, shape in self._storages.values()]
+        return [shape for _, shape, _ in self._storages.values()]
 
     def _count_collective(self, func: Any, args: tuple[Any, ...]) -> None:
         name = func._opname
@@ -154,14 +154,13 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._storages:
             return False
         nbytes = storage.nbytes() if self.imagined or not tensor.is_meta else 0
-        self._storages[key] = (nbytes, tuple(tensor.shape))
+        self._storages[key] = (nbytes, tuple(tensor.shape), weakref.KeyedRef(storage, self._frees, key))
         self.alive += nbytes
         self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self._frees, key)
         return True
 
-    def _frees(self, key: int) -> None:
-        self.alive -= self._storages.pop(key)[0]
+    def _frees(self, storage: weakref.KeyedRef[int, UntypedStorage]) -> None:
+        self.alive -= self._storages.pop(storage.key)[0]
 
 
 def tensors_in(x: Any) -> list[Tensor]:

@@ -263,7 +263,7 @@ def _out_of_sight() -> Iterator[None]:
         yield
 
 
-def _known_specs(config: Config) -> dict[str, ParamSpec]:
+def known_specs(config: Config) -> dict[str, ParamSpec]:
     """The parameters of a model, of which many chunks are built."""
     key = repr(config.model), repr(config.optimizer), config.parallelism.sequence_parallel
     if key not in _specs:
@@ -286,7 +286,7 @@ _STAND_INS: tuple[tuple[Any, str, Any], ...] = (
     (gemm, "adds_in", lambda total, factors, device: False),
     (experts, "numbers_of", even_numbers),
     (owners, "everyones", even_holdings),
-    (build, "parameter_specs", _known_specs),
+    (build, "parameter_specs", known_specs),
     (recompute, "checkpoint", unwrap(checkpoint.checkpoint)),  # what is around them imports torch._dynamo: a second
     (checkpoint, "_run_fn_with_dynamo_disabled", unwrap(checkpoint._run_fn_with_dynamo_disabled)),
 )

@@ -28,15 +28,16 @@ from nanotron.ops.fused import eager
 from nanotron.ops.kernels import Kernels
 from nanotron.optim.buckets import ALIGNMENT, Bucket, Buckets
 from nanotron.optim.optimizer import Optimizer
+from nanotron.optim.sharding import AT_ONCE
 from nanotron.parallel.mesh import Mesh
 from nanotron.plan.counting import Counting, Traffic, Work
-from nanotron.plan.fakes import META, FakeMesh, counting, on_accelerator
+from nanotron.plan.fakes import META, FakeMesh, counting, known_specs, on_accelerator
 from nanotron.plan.layouts import changed
 from nanotron.training.balance import ExpertBalance
-from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options
+from nanotron.training.build import build_buckets, build_chunks, build_optimizer, chunk_options, grad_dtype
 from nanotron.training.control import ControlWord
 from nanotron.training.step import begin_to_count_targets
-from nanotron.training.topology import mesh_axes, parameter_specs, tied_stages
+from nanotron.training.topology import mesh_axes, tied_stages
 
 if TYPE_CHECKING:
     from nanotron.config import Config
@@ -109,13 +110,37 @@ class Measurements:
         """
         return self._along_layers(config, modules, only_bytes)
 
-    def whole(self, config: Config) -> ChunkCounts:
-        """One microbatch in the whole model, for its work: that of its ends, and that of one layer of each kind."""
+    def least(self, config: Config, modules: StageModules) -> tuple[Work, Work, Work]:
+        """The least work of a microbatch's F, B and W in a chunk: that of its ends, and that of one layer of each kind.
+
+        Of what blocks send (ZeRO-2 and 3), the bytes of the layers' matrices that do not stay whole.
+        """
         none = replace(self._middle(config), backward=Work())  # it hands its gradient on, as a copy
-        counts = self._chunk(config, StageModules((), embed=True, head=True), measure_deferring)
-        for kind, layers in Counter(layer_kinds(config.model.model_config)).items():
+        counts = none
+        if modules.embed or modules.head:
+            counts = self._chunk(config, modules._replace(layers=()), measure_deferring)
+        gathers, sums, stage = Work(), Work(), config.optimizer.zero_stage
+        for kind, layers in Counter(_kinds(config, modules)).items():
             counts = extended(counts, none, self._middle(config, kind), layers)
-        return counts
+            for axes, numel in self._matrices(config, kind).items() if leaves_each_microbatch(config) else ():
+                dtype: torch.dtype = getattr(torch, config.model.dtype)
+                absent = max(0, layers - AT_ONCE) if stage == 3 else 0
+                gathers[Traffic("all_gather", axes, "bytes")] += absent * numel * dtype.itemsize
+                sums[Traffic("reduce_scatter", axes, "bytes")] += layers * numel * grad_dtype(config, dtype).itemsize
+        added, num_layers = Work(), len(modules.layers)
+        if config.model.model_config.sparse_layers:  # a chunk adds up the losses of all its routers at once
+            added = Work({"kernels": 2 * num_layers, "moved": 24 * num_layers})
+        return counts.forward - added + gathers, counts.backward - added + gathers, counts.weights + sums
+
+    def _matrices(self, config: Config, kind: Kind) -> dict[str, int]:
+        """Numbers in a layer's matrices on one rank, by the axes that they are sharded over."""
+        layer = layer_kinds(config.model.model_config).index(kind)
+        mesh, found = FakeMesh(mesh_axes(config), config.parallelism.tp - 1), Counter[str]()
+        for name, spec in known_specs(config).items():
+            if name.startswith(f"layers.{layer}.") and len(spec.shape) > 1:
+                shards, _ = mesh.shards_and_copies(spec.reduce_axes(mesh))
+                found["+".join(shards)] += spec.local_box(mesh).numel if shards else 0
+        return found
 
     def kept_by_layers(self, config: Config, modules: StageModules) -> int:
         """The least bytes that a chunk's layers keep of a microbatch from F to B, each one's input among them."""
@@ -189,7 +214,7 @@ class Measurements:
         key = repr(config.model), layout.tp, layout.expert_parallel_size
         if key not in self._divisors:
             mesh = FakeMesh({"ep": layout.expert_parallel_size, "tp": layout.tp}, layout.tp - 1)
-            specs = [spec for spec in parameter_specs(config).values() if len(spec.shape) > 1]
+            specs = [spec for spec in known_specs(config).values() if len(spec.shape) > 1]
             self._divisors[key] = gcd(*(spec.local_box(mesh).numel for spec in specs))
         return self._divisors[key] % (ALIGNMENT * layout.dp * layout.context_parallel_size) == 0
 

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from nanotron.models.families import flops_per_step
+from nanotron.models.families import flops_per_step, layer_kinds
 from nanotron.models.specs import StageModules
 from nanotron.ops.kernels import kernels_of
 from nanotron.parallel.mesh import Mesh
@@ -22,7 +23,7 @@ from nanotron.pipeline.timeline import Timeline, execute
 from nanotron.plan.counting import Traffic, Work
 from nanotron.plan.hardware import Cluster
 from nanotron.plan.layouts import Change, changed
-from nanotron.plan.measure import ChunkCounts, Measurements, StateCounts, leaves_each_microbatch
+from nanotron.plan.measure import ChunkCounts, Kind, Measurements, StateCounts, leaves_each_microbatch
 from nanotron.plan.memory import RankMemory, rank_memory
 from nanotron.training.topology import mesh_axes, modules_of_ranks, pipeline_schedule
 
@@ -95,7 +96,7 @@ class Planner:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._measurements = Measurements("accelerator" if cluster.is_accelerator else kernels_of("cpu"))
-        self._whole: dict[tuple[Any, ...], list[float]] = {}
+        self._least: dict[tuple[Any, ...], list[float]] = {}
         self._under_way: dict[tuple[Any, ...], int] = {}
         self._splits: dict[tuple[Any, ...], list[list[StageModules]]] = {}
         self._programs: dict[tuple[Any, ...], list[Program]] = {}
@@ -136,9 +137,9 @@ class Planner:
 
     def fits(self, config: Config) -> bool:
         """Whether every rank's memory is enough; what is quickly known is asked first."""
-        have, held, ends = self.cluster.memory_bytes, self._held(config), (0, config.parallelism.pp - 1)
-        if any(self.least_bytes(config, pp_rank) > have for pp_rank in ends):
+        if not self.may_fit(config):
             return False
+        have, held, ends = self.cluster.memory_bytes, self._held(config), (0, config.parallelism.pp - 1)
         if any(self._state(config, pp_rank, held[pp_rank]).total > have for pp_rank in ends):
             return False
         if leaves_each_microbatch(config):  # whole blocks come on top of what a chunk needs that has all to itself
@@ -151,17 +152,10 @@ class Planner:
             return True
         return max(memory.total for memory in self.memories(config)) <= have
 
-    def busy_seconds(self, config: Config) -> float:
-        """What the busiest rank of a pipeline computes and waits for in a step: none takes less."""
-        peak, microbatches = self.cluster.peak_flops(config), config.tokens.batch_accumulation_per_replica
-        return microbatches * max(
-            sum(
-                self._seconds(config, work, peak)
-                for part in chunks
-                for work in (part.forward, part.backward, part.weights)
-            )
-            for chunks in self._chunks(config)
-        )
+    def may_fit(self, config: Config) -> bool:
+        """Whether the least that the pipeline's ends hold is not too much."""
+        ends = (0, config.parallelism.pp - 1)
+        return all(self.least_bytes(config, pp_rank) <= self.cluster.memory_bytes for pp_rank in ends)
 
     def least_bytes(self, config: Config, pp_rank: int) -> float:
         """What a rank holds at least, of numbers that many layouts share.
@@ -190,18 +184,30 @@ class Planner:
         return least + kept * self._under_way[key]
 
     def least_seconds(self, config: Config) -> float:
-        """A step's time if layers were spread evenly and the pipeline only had to fill: no layout takes less."""
+        """The least time of a step: until a rank's first input can have come, and of all that the rank then does."""
+        schedule, held, kinds = pipeline_schedule(config), self._held(config), layer_kinds(config.model.model_config)
+        microbatches, least = config.tokens.batch_accumulation_per_replica, 0.0
+        places = {stage: held[rank][chunk] for stage, (rank, chunk) in schedule.holders.items()}
+        stages = [self._least_of(config, places[stage], kinds) for stage in range(schedule.num_stages)]
+        before = [0.0, *accumulate(forward for forward, *_ in stages)]
+        for rank in range(schedule.ranks):
+            its = [schedule.placement(rank, chunk) for chunk in range(schedule.num_chunks)]
+            least = max(least, before[min(its)] + microbatches * sum(sum(stages[stage]) for stage in its))
+        return least
+
+    def _least_of(self, config: Config, modules: StageModules, kinds: Sequence[Kind]) -> list[float]:
+        """The least time of F, B and W of a microbatch in a chunk; ``kinds`` of all layers."""
         layout, tokens = config.parallelism, config.tokens
         key: tuple[Any, ...]
         key = layout.tp, layout.tp_mode, layout.recompute_layer, layout.expert_parallel_size, tokens.micro_batch_size
         key = *key, layout.context_parallel_size, layout.cp_mode, repr(config.model), tokens.sequence_length
-        if key not in self._whole:
-            whole, peak = self._measurements.whole(config), self.cluster.peak_flops(config)
-            works = whole.forward, whole.backward, whole.weights
-            self._whole[key] = [self._seconds(config, work, peak) for work in works]
-        forward, *rest = self._whole[key]
-        busy = (forward + sum(rest)) * tokens.batch_accumulation_per_replica / layout.pp
-        return busy + forward * (layout.pp - 1) / pipeline_schedule(config).num_stages  # until the last rank begins
+        key = *key, tuple(kinds[layer] for layer in modules.layers), modules[1:]
+        if leaves_each_microbatch(config):
+            key = *key, config.optimizer.zero_stage, layout.dp, layout.dp_shard
+        if key not in self._least:
+            peak = self.cluster.peak_flops(config)
+            self._least[key] = [self._seconds(config, work, peak) for work in self._measurements.least(config, modules)]
+        return self._least[key]
 
     def _measured(
         self, config: Config, *, every_layer: bool = False

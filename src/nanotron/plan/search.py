@@ -57,8 +57,8 @@ def search(
     for candidate in sorted(candidates, key=lambda candidate: candidate.least_seconds):
         if candidate.least_seconds >= _worst(best):
             break
-        fitting = next((way for way in _ways(planner, candidate) if planner.fits(changed(config, way))), None)
-        if fitting is not None and (planner.busy_seconds(changed(config, fitting)) < _worst(best)):
+        fitting = _fitting(planner, candidate, _worst(best))
+        if fitting is not None:
             num_planned += 1
             best = _with(best, fitting, planner.plan(changed(config, fitting)))
             seconds = best[0][1].step_seconds
@@ -70,6 +70,17 @@ def search(
             num_planned += 1
             best = _with(best, without, planner.plan(other))
     return Fastest(best, len(candidates), num_planned)
+
+
+def _fitting(planner: Planner, candidate: Candidate, worst: float) -> Change | None:
+    """The first way to shard the candidate that fits, if a step may take less than ``worst``."""
+    ways = [(way, changed(candidate.config, way)) for way in _ways(planner, candidate)]
+    ways = [(way, config) for way, config in ways if planner.may_fit(config)]
+    fast = [planner.least_seconds(config) < worst for _, config in ways]
+    while fast and not fast[-1]:
+        fast.pop()  # whether these fit makes no difference
+    first = next((place for place, _ in enumerate(fast) if planner.fits(ways[place][1])), None)
+    return ways[first][0] if first is not None and fast[first] else None
 
 
 def _ways(planner: Planner, candidate: Candidate) -> Iterator[Change]:
