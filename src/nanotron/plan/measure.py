@@ -127,9 +127,8 @@ class Measurements:
                 absent = max(0, layers - AT_ONCE) if stage == 3 else 0
                 gathers[Traffic("all_gather", axes, "bytes")] += absent * numel * dtype.itemsize
                 sums[Traffic("reduce_scatter", axes, "bytes")] += layers * numel * grad_dtype(config, dtype).itemsize
-        added, num_layers = Work(), len(modules.layers)
-        if config.model.model_config.sparse_layers:  # a chunk adds up the losses of all its routers at once
-            added = Work({"kernels": 2 * num_layers, "moved": 24 * num_layers})
+        routers = len(set(modules.layers).intersection(config.model.model_config.sparse_layers))
+        added = Work({"kernels": 2 * routers, "moved": 24 * routers})  # a chunk adds up all routers' losses at once
         return counts.forward - added + gathers, counts.backward - added + gathers, counts.weights + sums
 
     def _matrices(self, config: Config, kind: Kind) -> dict[str, int]:
