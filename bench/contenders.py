@@ -58,6 +58,11 @@ def ours(name: str = OURS, **options: Any) -> Contender:
     return Contender(name, "bench.ours", options, batch_policy=True, warm_up=4 if compiled else 2)
 
 
+def by_mkl(contender: Contender) -> Contender:
+    """Ours where MKL multiplies, as for its peers: what it does on processors for which MKL has all its code."""
+    return replace(contender, name=f"{contender.name}, MKL", options={**contender.options, "onednn": False})
+
+
 def as_shipped_and_scheduled(contender: Contender) -> list[Contender]:
     """A peer of several processes as its user starts it, and with the scheduling policy that ours sets."""
     return [contender, replace(contender, name=f"{contender.name}, SCHED_BATCH", batch_policy=True)]
@@ -126,7 +131,7 @@ def cut_rows(sequence_length: int) -> Subject:
         f"One row of {sequence_length:,} tokens, cut over two ranks, float32",
         [
             ours(layout=layout),
-            ours("ours, MKL", layout=layout, onednn=False),
+            by_mkl(ours(layout=layout)),
             ours("ours, ALL_TO_ALL", layout={**layout, "cp_mode": "ALL_TO_ALL"}),
             ours("ours, tp 2 REDUCE_SCATTER", layout={"tp": 2, "tp_mode": "REDUCE_SCATTER"}),
             *in_all_ways(RING),
@@ -166,13 +171,16 @@ def in_precision(contender: Contender, precision: str, label: str) -> Contender:
 AUTOCAST = [in_precision(peer, "autocast", "autocast") for peer in (PLAIN, HUGGING_FACE)]
 LOW_WEIGHTS = [in_precision(peer, "weights", "bf16 weights") for peer in (PLAIN, HUGGING_FACE)]
 
+PIPELINES = [ours(f"ours, {engine}", layout={"pp": 2, "pp_engine": engine}) for engine in ("1f1b", "zb_h1", "zbv")]
+
 SUBJECTS = {
     "one": Subject(
         "One process, float32",
         [
             ours(),
-            ours("ours, MKL", onednn=False),
+            by_mkl(ours()),
             COMPILED,
+            by_mkl(COMPILED),
             PLAIN,
             keeping_memory(PLAIN),
             compiled(PLAIN),
@@ -202,6 +210,8 @@ SUBJECTS = {
         "Two replicas, float32",
         [
             ours(layout={"dp": 2}),
+            by_mkl(ours(layout={"dp": 2})),
+            by_mkl(ours("ours, compile", layout={"dp": 2}, config={"model.compile": True})),
             ours("ours, ZeRO 0", layout={"dp": 2}, config={"optimizer.zero_stage": 0}),
             *in_all_ways(DDP),
             *as_shipped_and_scheduled(Contender("FSDP2", "bench.peers.fsdp2", environment="torch")),
@@ -215,8 +225,10 @@ SUBJECTS = {
         "Two tensor-parallel ranks, float32",
         [
             ours(layout={"tp": 2}),
+            by_mkl(ours(layout={"tp": 2})),
             ours("ours, overlapped", layout={"tp": 2, "tp_linear_async_communication": True}),
             ours("ours, compile", layout={"tp": 2}, config={"model.compile": True}),
+            by_mkl(ours("ours, compile", layout={"tp": 2}, config={"model.compile": True})),
             *in_all_ways(dtensor("DTensor")),
             *as_shipped_and_scheduled(dtensor("DTensor, loss parallel", loss_parallel=True)),
             *in_all_ways(dtensor("DTensor, sequence parallel", sequence_parallel=True, loss_parallel=True)),
@@ -231,7 +243,7 @@ SUBJECTS = {
         "Sixteen experts, of which a token uses four, shared by two replicas, float32",
         [
             ours(layout=EP),
-            ours("ours, MKL", layout=EP, onednn=False),
+            by_mkl(ours(layout=EP)),
             ours("ours, compile", layout=EP, config={"model.compile": True}),
             replace(ours("ours, one process"), alone=True),
             replace(ours("ours, one process, compile", config={"model.compile": True}), alone=True),
@@ -246,8 +258,10 @@ SUBJECTS = {
     "pp2": Subject(
         "Two pipeline stages, float32",
         [
-            *(ours(f"ours, {engine}", layout={"pp": 2, "pp_engine": engine}) for engine in ("1f1b", "zb_h1", "zbv")),
+            *PIPELINES,
+            *map(by_mkl, PIPELINES),
             ours("ours, zbv, compile", layout={"pp": 2, "pp_engine": "zbv"}, config={"model.compile": True}),
+            by_mkl(ours("ours, zbv, compile", layout={"pp": 2, "pp_engine": "zbv"}, config={"model.compile": True})),
             *in_all_ways(pipelining("Schedule1F1B", "1f1b")),
             *in_all_ways(pipelining("ScheduleZBVZeroBubble", "zbv")),
         ],
@@ -257,6 +271,8 @@ SUBJECTS = {
         "Two replicas of two stages of two tensor-parallel ranks, float32",
         [
             ours(layout=CUBE),
+            by_mkl(ours(layout=CUBE)),
+            by_mkl(ours("ours, compile", layout=CUBE, config={"model.compile": True})),
             ours("ours, zbv", layout={**CUBE, "pp_engine": "zbv"}),
             *as_shipped_and_scheduled(torchtitan(layout=CUBE)),
         ],

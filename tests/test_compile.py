@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +17,12 @@ from nanotron.checkpoint.resume import find_resume
 from nanotron.config import Config, get_config_from_dict
 from nanotron.data.feed import Feed
 from nanotron.launch import codes, place
+from nanotron.models.families import flops_per_step
 from nanotron.ops.experts import weighted_swiglu
 from nanotron.ops.fused import eager, fused
 from nanotron.parallel.mesh import Mesh
 from nanotron.training import init_or_resume
-from nanotron.training.init_or_resume import settle_compile
+from nanotron.training.init_or_resume import pays_to_compile, settle_compile
 from nanotron.training.step import Training
 from nanotron.training.trainer import train
 from tests.checkpoint.runs import different, mesh_of, values_of
@@ -127,18 +129,29 @@ def settled(rank: int, world: int, folder: str, able: Sequence[bool]) -> bool | 
     """What ``auto`` becomes in a run that goes on from the newest step of a folder, on ranks that are able or not."""
     config = get_config_from_dict(values_of(folder, (world, 1, 1)))
     assert config.model.compile == "auto"
-    has_compiler, init_or_resume.has_compiler = init_or_resume.has_compiler, lambda device: able[rank]
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(init_or_resume, "has_compiler", lambda device: able[rank])
+        patched.setattr(init_or_resume, "FLOPS_OF_A_LONG_RUN", 0)
         settle_compile(config, mesh_of(config, rank), torch.device("cpu"), find_resume(folder, None))
-    finally:
-        init_or_resume.has_compiler = has_compiler
     return config.model.compile
 
 
-def test_auto_is_on_where_every_rank_has_a_compiler(tmp_path: Path, pool: Pool) -> None:
+def test_auto_is_on_in_a_long_run_where_every_rank_has_a_compiler(tmp_path: Path, pool: Pool) -> None:
     assert settled(0, 1, str(tmp_path), [True]) is True
     assert settled(0, 1, str(tmp_path), [False]) is False
     assert pool.run(2, settled, str(tmp_path), (True, False)) == [False, False]
+
+
+def test_compiling_pays_on_a_cpu_for_ranks_that_have_enough_to_do(tmp_path: Path) -> None:
+    for world in (1, 2):
+        config = get_config_from_dict(values_of(tmp_path, (world, 1, 1)))
+        model, length = config.model.model_config, config.tokens.sequence_length
+        of_a_step = flops_per_step(model, num_samples=config.global_batch_size, sequence_length=length) / world
+        for steps, pays in ((8, False), (ceil(1e15 / of_a_step) - 1, False), (ceil(1e15 / of_a_step), True)):
+            config.tokens.train_steps = steps
+            assert pays_to_compile(config, torch.device("cpu")) is pays
+        config.tokens.train_steps = 8
+        assert pays_to_compile(config, torch.device("cuda"))
 
 
 def test_a_resumed_run_compiles_as_it_began_whatever_auto_would_mean_now(tmp_path: Path) -> None:
@@ -160,7 +173,7 @@ def test_what_is_written_is_not_decided_anew() -> None:
 
 
 @pytest.mark.parametrize("lacks", [None, "triton", "gcc", "Python.h"])
-def test_a_gpu_needs_triton_a_c_compiler_and_pythons_headers(
+def test_a_gpu_needs_triton_and_each_device_a_compiler_and_pythons_headers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str | None
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
@@ -170,4 +183,6 @@ def test_a_gpu_needs_triton_a_c_compiler_and_pythons_headers(
     if lacks != "Python.h":
         (tmp_path / "Python.h").touch()
     assert place.has_compiler(torch.device("cuda")) is (lacks is None)
-    assert place.has_compiler(torch.device("cpu")) is False
+    monkeypatch.setenv("CXX", "gcc")
+    assert place.has_compiler(torch.device("cpu")) is (lacks not in ("gcc", "Python.h"))
+    assert place.has_compiler(torch.device("mps")) is False

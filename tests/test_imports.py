@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "training.groups": {"config", "parallel", "models"},
     "training.mup": {"config", "parallel", "models"},
     "training.topology": {"config", "parallel", "models", "pipeline", "training.groups", "training.mup"},
-    "check": {"config", "parallel", "models", "pipeline", "data", "checkpoint", "training.topology"},
+    "check": {"config", "parallel", "models", "pipeline", "data", "checkpoint", "training.topology", "launch"},
     "training": {"*", "launch"},
     "training.trainer": {"*", "launch"},
     "plan": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -32,6 +31,7 @@ from nanotron.data.probe import (
 )
 from nanotron.data.sources.nanoset import most_files
 from nanotron.errors import ConfigError
+from nanotron.launch.place import cpp_compiler
 from nanotron.logging import human_format
 from nanotron.models.families import family_of
 from nanotron.models.hf_nanotron_names import matching
@@ -291,7 +291,7 @@ def _trackers_are_installed(config: Config) -> Findings:
 
 @_file_probe("model.compile")
 def _compiler_is_installed(config: Config) -> Findings:
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # what torch.compile looks for
+    compiler = cpp_compiler()
     if config.model.compile is True and shutil.which(compiler) is None:
         yield (
             "model.compile",

@@ -378,8 +378,9 @@ class ModelArgs:
     compile: Annotated[Literal[False, True, "auto"], true_false_or("auto")] = key(
         "auto",
         "Compile what lies between the matmuls (norms, rotation, SwiGLU, loss), so that each takes one pass"
-        " over memory; the first step takes seconds longer. Needs a C++ compiler. auto: on NVIDIA and AMD GPUs where"
-        " Triton and a C compiler are; a run that is resumed goes on as it began.",
+        " over memory; the first step takes seconds longer. Needs a C++ compiler. auto: where one is, on NVIDIA and"
+        " AMD GPUs (Triton and a C compiler), and on CPUs in runs of at least 10^15 model FLOPs per rank, some hours; a"
+        " run that is resumed goes on as it began.",
     )
     loss_chunk: Int | None = key(
         None,

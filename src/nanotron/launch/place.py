@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import shutil
+import sys
 import sysconfig
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
@@ -245,9 +246,17 @@ def keep_few_shapes(environment: MutableMapping[str, str]) -> None:
         environment.setdefault(name, "128")
 
 
+def cpp_compiler() -> str:
+    """The C++ compiler that torch.compile looks for, to make a CPU's kernels."""
+    return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
 def has_compiler(device: torch.device) -> bool:
-    """Whether a GPU's kernels can be compiled here: by Triton, which builds its launchers with a C compiler."""
-    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-    headers = Path(sysconfig.get_paths()["include"], "Python.h")
-    found = find_spec("triton") and any(map(shutil.which, compilers)) and headers.exists()
-    return device.type == "cuda" and bool(found)
+    """Whether kernels can be compiled here: a GPU's by Triton, which builds its launchers with a C compiler."""
+    if device.type == "cpu":
+        compilers = [cpp_compiler()]
+    elif device.type == "cuda" and find_spec("triton"):
+        compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    else:
+        return False
+    return any(map(shutil.which, compilers)) and Path(sysconfig.get_paths()["include"], "Python.h").exists()

@@ -17,6 +17,7 @@ from nanotron.config import ExistingCheckpointInit
 from nanotron.convert.sources import load_weights
 from nanotron.launch.place import has_compiler
 from nanotron.logging import get_logger
+from nanotron.models.families import flops_per_step
 from nanotron.parallel.agreement import Agreement
 from nanotron.parallel.comm import all_reduce_
 from nanotron.parallel.mesh import Mesh
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from nanotron.config import CheckpointsArgs, Config
 
 logger = get_logger(__name__)
+
+FLOPS_OF_A_LONG_RUN = 10**15
+"""Of each rank: two hours of two cores that train at 140 GFLOP/s."""
 
 
 class StartingPoint(NamedTuple):
@@ -44,9 +48,18 @@ def settle_compile(config: Config, mesh: Mesh, device: torch.device, resume: Res
         return
     began = read_state(resume.checkpoint).get("compile") if resume else None
     if began is None:
-        everywhere = torch.tensor(float(has_compiler(device)), device=device)
+        everywhere = torch.tensor(float(has_compiler(device) and pays_to_compile(config, device)), device=device)
         began = bool(all_reduce_(everywhere, mesh.world_group(), ReduceOp.MIN))
     config.model.compile = began
+
+
+def pays_to_compile(config: Config, device: torch.device) -> bool:
+    """Whether steps win more time than compiling takes: on a CPU some per cent of them, against a minute."""
+    if device.type != "cpu":
+        return True
+    samples, length = config.samples_by(config.tokens.train_steps), config.tokens.sequence_length
+    flops = flops_per_step(config.model.model_config, num_samples=samples, sequence_length=length)
+    return flops >= FLOPS_OF_A_LONG_RUN * config.parallelism.world_size
 
 
 def init_or_resume(
