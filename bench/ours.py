@@ -15,7 +15,7 @@ from bench.work import microbatches
 from nanotron.batch import Batch
 from nanotron.config import Config, get_config_from_dict
 from nanotron.data.context import ContextCut
-from nanotron.launch.place import keep_freed_memory
+from nanotron.launch.place import FreedMemory, keep_freed_memory
 from nanotron.ops.kernels import Kernels
 from nanotron.parallel.mesh import Mesh
 from nanotron.training.step import Training
@@ -93,12 +93,14 @@ def main() -> None:
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
     training, batches = trainer_of(asked)
-    update = 0
+    update, freed_memory = 0, FreedMemory()
 
     def step() -> float:
         nonlocal update
         update += 1
-        return training.step(update, batches).read().lm_loss
+        loss = training.step(update, batches).read().lm_loss
+        freed_memory.after_step()
+        return loss
 
     serve(step, imported)
     if dist.is_initialized():
