@@ -31,7 +31,7 @@ class EventFile:
     def __init__(self, folder: Path, *, first_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}"  # they are read in this order
-        self._file, self._unwritten = (folder / name).open("xb", buffering=0), b""
+        self._file = (folder / name).open("xb", buffering=0)
         self._write(_bytes(FILE_VERSION, b"brain.Event:2"))
         self._write(_varint(STEP, first_step) + _bytes(SESSION_LOG, _varint(STATUS, START)))
 
@@ -46,9 +46,7 @@ class EventFile:
     def _write(self, fields: bytes) -> None:
         event = _key(WALL_TIME, DOUBLE) + struct.pack("<d", time.time()) + fields
         length = struct.pack("<Q", len(event))
-        self._unwritten += length + _checksum(length) + event + _checksum(event)
-        while self._unwritten:  # a record that a full disk cuts goes on before the next one
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        self._file.write(length + _checksum(length) + event + _checksum(event))
 
 
 def _key(field: int, kind: int) -> bytes:
