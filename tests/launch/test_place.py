@@ -149,9 +149,12 @@ def test_freed_tensors_are_not_paged_in_again() -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told to hand freed memory back")
 def test_holes_between_tensors_do_not_fill_the_memory(tmp_path: Path) -> None:
     (tmp_path / "holes.py").write_text(HOLES)
-    kept, handed_back = map(int, nanotron(tmp_path, "holes.py").stdout.split())
-    assert kept > 60 * 3 << 20  # 4 MiB a step
-    assert handed_back < 64 << 20
+    for _ in range(12):  # where a process' memory happens to begin decides whether holes are too small: in two of three
+        kept, handed_back = map(int, nanotron(tmp_path, "holes.py").stdout.split())
+        assert handed_back < 64 << 20
+        if kept > 60 * 3 << 20:  # 4 MiB a step
+            return
+    pytest.fail("no process grew, so nothing was shown")
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc")

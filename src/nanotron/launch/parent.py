@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LATE_IMPORTS = ("numpy.random", "encodings.idna", "encodings.ascii")
 """What ranks would import while they start: the generator of initial weights, names of hosts, /proc."""
+TENSORBOARD = ("torch.utils.tensorboard", "tensorboard.compat.proto.summary_pb2")
+"""And what rank 0 would, if asked for: some 350 modules, clouds' among them."""
 
 
 def train(
@@ -53,7 +55,8 @@ def train(
     tail = Tail(run_dir / "metrics.jsonl", only_new_file=True)
     live = not plain and sys.stdout.isatty()
     earlier = read_failures(run_dir)
-    for module in ("nanotron.training.trainer", *LATE_IMPORTS):  # once, for all ranks that are forked
+    tracked = TENSORBOARD if config.logging.tensorboard else ()
+    for module in ("nanotron.training.trainer", *LATE_IMPORTS, *tracked):  # once, for all ranks that are forked
         importlib.import_module(module)
     workers = start_workers(nproc or config.parallelism.world_size, argv, piped=live, entry=run_train)
     if stop_signals is not None:

@@ -214,6 +214,9 @@ def keep_freed_memory() -> None:
             libc.mallopt(trim_threshold, 2**31 - 1)
 
 
+STEPS_BETWEEN_TRIMS = 8
+
+
 class FreedMemory:
     """Hands freed memory back to the system where it piles up from step to step.
 
@@ -224,16 +227,20 @@ class FreedMemory:
 
     def __init__(self) -> None:
         self._limit: int | None = None
+        self._steps = 0
 
     def after_step(self) -> None:
-        """Hand everything free back once a sixteenth more is resident, 16 MiB at least, than a step needs."""
-        resident = resident_bytes()
+        """Hand everything free back once a sixteenth more is resident, 16 MiB at least, than a step needs.
+
+        Not in every step: what the next one needs has to be paged in again, some per cent of it.
+        """
+        resident, self._steps = resident_bytes(), self._steps + 1
         if self._limit is None:  # a whole step was made since: all that it needs is there
             self._limit = resident + max(resident // 16, 16 << 20)
-        elif resident > self._limit:
+        elif resident > self._limit and self._steps >= STEPS_BETWEEN_TRIMS:
             with suppress(OSError, AttributeError):  # only glibc can
                 ctypes.CDLL(None).malloc_trim(0)
-            self._limit = None
+            self._limit, self._steps = None, 0
 
 
 def keep_few_shapes(environment: MutableMapping[str, str]) -> None:
